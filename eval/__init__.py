@@ -1,0 +1,1 @@
+"""Checks that compare token streams, perplexity and kernels, and the reports on them."""

@@ -1,0 +1,36 @@
+"""Writing an evaluation's result as JSON and as one self-contained HTML file."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from jinja2 import Environment
+
+from p2q.errors import TargetError
+from p2q.eval.tokens import TokensReport
+
+
+def write_report(report: TokensReport, folder: Path) -> tuple[Path, Path]:
+    """Write `report.html` and `report.json` to a folder, which is made.
+
+    Returns:
+        their paths.
+
+    Raises:
+        TargetError: the folder cannot be written.
+    """
+    page, data = folder / "report.html", folder / "report.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        page.write_text(render_html(report), encoding="utf-8")
+        data.write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise TargetError(f"the report cannot be written ({error.strerror})", file=folder) from error
+    return page, data
+
+
+def render_html(report: TokensReport) -> str:
+    """The report's page. Whatever a model or a path says is escaped."""
+    template = files("p2q.eval").joinpath("templates/tokens.html.j2").read_text(encoding="utf-8")
+    return Environment(autoescape=True, trim_blocks=True).from_string(template).render(report=report)

@@ -1,0 +1,51 @@
+"""The command `p2q`: one module a command, each thin.
+
+Exit codes: 0 it worked, 1 a check failed, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from p2q.cli import convert, demo, doctor, evaluate, inspect, quantize, serve
+from p2q.cli.console import errors
+from p2q.errors import P2QError
+
+app = typer.Typer(
+    name="p2q",
+    help="INT8 language-model serving, reproducible to the byte.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("convert")(convert.command)
+app.command("quantize")(quantize.command)
+app.command("inspect")(inspect.command)
+app.command("doctor")(doctor.command)
+app.command("serve", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve.command)
+app.command("demo")(demo.command)
+app.add_typer(evaluate.app, name="eval")
+
+
+def main() -> None:
+    """Run the command line; errors become one message and an exit code."""
+    try:
+        app()
+    except P2QError as error:
+        errors.print(f"[bold red]error:[/] {_escaped(str(error))}", soft_wrap=True, highlight=False)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        errors.print("interrupted; nothing was left half-written", highlight=False)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(141)
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

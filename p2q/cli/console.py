@@ -1,0 +1,51 @@
+"""What the commands share: consoles, progress bars, JSON output, option types."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from p2q.convert import Progress as Report
+
+output = Console()
+errors = Console(stderr=True)
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object for machines instead of text.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint at DST.")]
+SourceArgument = Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint directory to read.")]
+TargetArgument = Annotated[Path, typer.Argument(metavar="DST", help="Checkpoint directory to make.")]
+
+
+def print_json(value: dict[str, Any]) -> None:
+    """One JSON object on standard output."""
+    print(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+@contextlib.contextmanager
+def layer_progress(title: str, *, quiet: bool) -> Iterator[Report]:
+    """A progress bar over layers, on standard error; silent for machines."""
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("layers"), TimeElapsedColumn(), TimeRemainingColumn()
+    )
+    with Progress(*columns, console=errors, disable=quiet or not errors.is_terminal, transient=True) as bar:
+        task = bar.add_task(title, total=None)
+
+        def report(_layer: str, done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield report
+
+
+def warn_skipped(skipped: list[str]) -> None:
+    """Say which weight files of the source were left out."""
+    if skipped:
+        errors.print(
+            f"[yellow]left out:[/] {', '.join(skipped)} (weight files that the checkpoint's index does not name)", highlight=False
+        )

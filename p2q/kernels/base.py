@@ -1,0 +1,56 @@
+"""What a kernel is."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A weight in the form that a kernel wants. `tensors`: what `apply` reads; `n`: output features; `owner`: kept alive."""
+
+    tensors: list[torch.Tensor]
+    n: int
+    owner: Any = None
+
+
+class Kernel(ABC):
+    """An int8 matrix product with its epilogue: y = epilogue(q_x @ q_w^T, s_x, s_w, bias).
+
+    `formula` states the order of operations, bias included.
+    """
+
+    name: ClassVar[str]
+    formula: ClassVar[str]
+    devices: ClassVar[frozenset[str]]
+
+    def obstacle(self, device: torch.device) -> str | None:
+        """Why this kernel cannot run on a device of this machine, or None. Exactness is the probe's business."""
+        if device.type not in self.devices:
+            return f"it runs on {', '.join(sorted(self.devices))}, not on {device.type}"
+        return None
+
+    @abstractmethod
+    def prepare(self, q_w: torch.Tensor, s_w: torch.Tensor, out_dtype: torch.dtype) -> Prepared:
+        """Take a weight (N, K) int8 and scales (N,) float32, once, at load."""
+
+    @abstractmethod
+    def apply(
+        self, prepared: Prepared, q_x: torch.Tensor, s_x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Multiply.
+
+        Args:
+            prepared: the weight.
+            q_x: (M, K) int8, contiguous.
+            s_x: (M, 1) float32.
+            bias: (N,) or None, treated in this kernel's own way.
+            out_dtype: bfloat16, float16 or float32.
+
+        Returns:
+            (M, N) in `out_dtype`.
+        """

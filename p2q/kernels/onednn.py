@@ -1,0 +1,43 @@
+"""vLLM's own int8 kernel for CPUs, oneDNN's matmul.
+
+    onednn  bf16(s_x * gemm(q_x, q_w; s_w folded in) + bias)      csrc/cpu/dnnl_kernels.cpp (vLLM 0.32)
+
+Without VNNI, oneDNN multiplies in int16 and saturates: the product is then not exact, and nothing says so. The probe finds out.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from p2q.kernels.base import Kernel, Prepared
+
+
+class OneDNN(Kernel):
+    name = "onednn"
+    formula = "s_x * (s_w * acc) + bias, in oneDNN's own order"
+    devices = frozenset({"cpu"})
+
+    def obstacle(self, device: torch.device) -> str | None:
+        reason = super().obstacle(device)
+        if reason is not None:
+            return reason
+        if importlib.util.find_spec("vllm") is None:
+            return "vLLM is not installed"
+        from p2q import vllm_api
+
+        return None if vllm_api.has_onednn() else "this vLLM build has no oneDNN int8 kernel"
+
+    def prepare(self, q_w: torch.Tensor, s_w: torch.Tensor, out_dtype: torch.dtype) -> Prepared:
+        from p2q import vllm_api
+
+        handler = vllm_api.onednn_handler(q_w, s_w.reshape(-1, 1), out_dtype)
+        return Prepared([handler.handler_tensor], q_w.shape[0], owner=handler)
+
+    def apply(
+        self, prepared: Prepared, q_x: torch.Tensor, s_x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        from p2q import vllm_api
+
+        return vllm_api.onednn_product(prepared.tensors[0], q_x, s_x, bias, prepared.n, out_dtype)

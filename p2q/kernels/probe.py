@@ -1,0 +1,102 @@
+"""The exactness probe: is a kernel, on this machine, bit for bit the contract? Measured, never assumed.
+
+The operands are chosen so that a lost bit shows in a bfloat16 output: products of full scale that cancel to small
+integers. A kernel that saturates, wraps or rounds a partial sum cannot get those right.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from p2q import contract
+from p2q.errors import KernelError
+from p2q.kernels import get_kernel
+from p2q.kernels.base import Kernel
+
+_SHAPES = ((1, 64, 32), (17, 576, 48), (33, 1536, 64), (2, 4112, 16))
+"""(M, K, N): one row and several, K past one exact float32 block, N and K multiples of 16 as CUTLASS wants them."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """`exact`: every output agreed bit for bit. `reason`: what differed, or why the kernel cannot run."""
+
+    kernel: str
+    runs: bool
+    exact: bool
+    reason: str
+
+
+@functools.cache
+def probe(name: str, device: str = "cpu") -> Probe:
+    """Compare a kernel with the contract on this machine (milliseconds; remembered for the life of the process)."""
+    kernel = get_kernel(name)
+    obstacle = kernel.obstacle(torch.device(device))
+    if obstacle is not None:
+        return Probe(name, False, False, obstacle)
+    for m, k, n in _SHAPES:
+        for label, q_x, q_w in _operands(m, k, n):
+            difference = _compare(kernel, q_x.to(device), q_w.to(device))
+            if difference is not None:
+                return Probe(name, True, False, f"{label}, M = {m}, K = {k}, N = {n}: {difference}")
+    return Probe(name, True, True, f"bit for bit the contract on {len(_SHAPES) * 3} products")
+
+
+def require_exact(name: str, device: str = "cpu") -> None:
+    """Refuse a kernel that cannot run here or is not exact here.
+
+    Raises:
+        KernelError: with the kernel's name and the reason.
+    """
+    result = probe(name, device)
+    if not result.exact:
+        problem = "is not exact on this machine" if result.runs else "cannot run here"
+        raise KernelError(f"kernel {name} {problem}: {result.reason}", hint="`p2q doctor` lists the kernels that are exact here")
+
+
+def _operands(m: int, k: int, n: int) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(m * 1_000_003 + k * 1_009 + n)
+    half = k // 2
+    # Full-scale products, +127 * +-127 in the first half of K and their negatives in the second, plus small change.
+    q_x = torch.full((m, k), 127, dtype=torch.int8)
+    q_w = torch.full((n, k), 127, dtype=torch.int8)
+    q_w[::2] = -128
+    q_w[:, half:] = -127
+    q_w[::2, half:] = 127
+    q_w[::2, : half - 8] = -127
+    q_w[:, half - 8 : half] = torch.randint(-128, 128, (n, 8), generator=generator).to(torch.int8)
+    q_w[:, half : half + 8] = -q_w[:, half - 8 : half].clamp_min(-127)
+    q_x[:, -1] = torch.arange(m).remainder(127).to(torch.int8)
+    cancelling = (q_x, q_w)
+    # Random signs against one weight row and its negative: each output is the sum over half of K minus itself.
+    mirrored_x = torch.randint(-127, 128, (m, half), generator=generator).to(torch.int8)
+    mirrored_w = torch.randint(-127, 128, (n, half), generator=generator).to(torch.int8)
+    offset = torch.zeros(n, half, dtype=torch.int8)
+    offset[:, 0] = 1
+    negative_w = (-mirrored_w.to(torch.int16) + offset).clamp(-128, 127).to(torch.int8)
+    mirrored = (torch.cat([mirrored_x, mirrored_x], 1), torch.cat([mirrored_w, negative_w], 1))
+    random = tuple(torch.randint(-127, 128, shape, generator=generator).to(torch.int8) for shape in ((m, k), (n, k)))
+    return [("full-scale products that cancel", *cancelling), ("mirrored products that cancel", *mirrored), ("random operands", *random)]
+
+
+def _compare(kernel: Kernel, q_x: torch.Tensor, q_w: torch.Tensor) -> str | None:
+    m, n = q_x.shape[0], q_w.shape[0]
+    s_w = torch.ldexp(torch.ones(n), torch.arange(n).remainder(9) - 12).to(q_x.device)
+    # Token scales with full significands: the epilogue's one rounding is part of what is compared.
+    s_x = (torch.arange(1, m + 1, dtype=torch.float32).reshape(-1, 1) / 127).to(q_x.device)
+    expected = contract.epilogue(contract.accumulate(q_x, q_w), s_x, s_w, torch.bfloat16)
+    prepared = kernel.prepare(q_w, s_w, torch.bfloat16)
+    got = kernel.apply(prepared, q_x, s_x, None, torch.bfloat16)
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return f"expected {tuple(expected.shape)} {expected.dtype}, got {tuple(got.shape)} {got.dtype}"
+    wrong = got.view(torch.int16) != expected.view(torch.int16)
+    if not wrong.any():
+        return None
+    row, column = (int(i) for i in wrong.nonzero()[0])
+    return (
+        f"{int(wrong.sum())} of {wrong.numel()} outputs differ; at row {row}, column {column} "
+        f"expected {expected[row, column].item():.6g}, got {got[row, column].item():.6g}"
+    )

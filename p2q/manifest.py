@@ -1,0 +1,100 @@
+"""`p2q_manifest.json`: what a converted checkpoint says of itself, and the digests that prove it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from p2q.errors import CheckpointError
+
+MANIFEST_NAME = "p2q_manifest.json"
+MANIFEST_FORMAT = 1
+_READ_BYTES = 1 << 22
+
+
+class TensorRecord(BaseModel):
+    """One requantized weight. `exponents`: how many scales have each exponent k. `relative_error`: ||w' - w|| / ||w||."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    shape: tuple[int, int]
+    exponents: dict[int, int]
+    clipped: int
+    relative_error: float
+
+
+class Manifest(BaseModel):
+    """The manifest. It holds no time, host or path, so that the same source and options give the same bytes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: int = MANIFEST_FORMAT
+    contract: int
+    made_by: str
+    rule: str
+    source_digest: str
+    tensors: dict[str, TensorRecord]
+    files: dict[str, str]
+
+    def dump(self) -> str:
+        """Canonical JSON text."""
+        return json.dumps(self.model_dump(mode="json"), indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+    @property
+    def checkpoint_digest(self) -> str:
+        """One SHA-256 for the whole converted checkpoint."""
+        return digest_of_files(self.files)
+
+
+def digest_of_files(files: dict[str, str]) -> str:
+    """SHA-256 of the canonical JSON of {file name: SHA-256}."""
+    return hashlib.sha256(json.dumps(files, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()).hexdigest()
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, read in blocks."""
+    digest = hashlib.sha256()
+    with path.open("rb") as f:
+        while block := f.read(_READ_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    """The manifest of a checkpoint directory, or None where there is none.
+
+    Raises:
+        CheckpointError: the file is there and is not a manifest that this version reads.
+    """
+    path = directory / MANIFEST_NAME
+    if not path.is_file():
+        return None
+    try:
+        manifest = Manifest.model_validate_json(path.read_bytes())
+    except (ValidationError, OSError) as error:
+        problem = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
+        field = ".".join(str(part) for part in problem["loc"])
+        raise CheckpointError(f"not a p2q manifest: {field} {problem['msg']}".strip(), file=path) from error
+    if manifest.format != MANIFEST_FORMAT:
+        raise CheckpointError(
+            "manifest of another version", file=path, expected=f"format {MANIFEST_FORMAT}", got=str(manifest.format)
+        )
+    return manifest
+
+
+def changed_files(directory: Path, manifest: Manifest) -> dict[str, str]:
+    """Files whose bytes are not what the manifest says: {name: "missing" | "changed" | "not in the manifest"}."""
+    problems = {}
+    for name, digest in sorted(manifest.files.items()):
+        path = directory / name
+        if not path.is_file():
+            problems[name] = "missing"
+        elif sha256_of(path) != digest:
+            problems[name] = "changed"
+    for path in sorted(directory.glob("*.safetensors")):
+        if path.name not in manifest.files:
+            problems[path.name] = "not in the manifest"
+    return problems

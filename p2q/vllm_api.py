@@ -1,0 +1,94 @@
+"""Every name of vLLM that p2q touches, checked when this module is imported.
+
+Supported: vLLM 0.24 to 0.33. Import this module only where vLLM is needed; the converter works without it.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from p2q.errors import EngineError
+
+SUPPORTED = "vLLM 0.24 to 0.33"
+
+try:
+    import vllm
+    from vllm import _custom_ops
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.linear import LinearMethodBase
+    from vllm.model_executor.layers.quantization import register_quantization_config
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+        CompressedTensorsLinearMethod,
+    )
+    from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Int8
+    from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
+except ModuleNotFoundError as error:
+    if error.name == "vllm":
+        raise EngineError("vLLM is not installed", expected=SUPPORTED, hint="Install p2q[cpu] or p2q[gpu]") from error
+    raise EngineError(f"vLLM cannot be imported: the module {error.name} is missing", expected=SUPPORTED) from error
+except ImportError as error:
+    raise EngineError(f"this vLLM does not have what p2q needs ({error})", expected=SUPPORTED) from error
+
+
+def vllm_version() -> str:
+    """The installed vLLM's version."""
+    return str(vllm.__version__)
+
+
+def check_version() -> None:
+    """Raise EngineError where the installed vLLM is outside the supported range."""
+    from packaging.version import Version
+
+    version = Version(vllm_version())
+    if not Version("0.24") <= Version(version.base_version) < Version("0.34"):
+        raise EngineError("unsupported vLLM", expected=SUPPORTED, got=str(version), hint="VLLM_PLUGINS='' runs vLLM without p2q")
+
+
+def engine_options() -> dict[str, Any]:
+    """The engine option `additional_config={"p2q": {...}}` of the engine being built."""
+    config = get_current_vllm_config().additional_config
+    options = config.get("p2q", {}) if isinstance(config, dict) else {}
+    return dict(options)
+
+
+def has_onednn() -> bool:
+    """Whether this build of vLLM has oneDNN's int8 kernel."""
+    return hasattr(torch.ops._C, "onednn_scaled_mm")
+
+
+def onednn_handler(q_w: torch.Tensor, s_w: torch.Tensor, out_dtype: torch.dtype) -> Any:
+    """Pack a weight (N, K) int8 with scales (N, 1) float32 for oneDNN. The handler owns the packed weight."""
+    # Symmetric dynamic activations, and vLLM's own number of cached primitives.
+    return _custom_ops.create_onednn_scaled_mm(q_w.t(), s_w.contiguous(), out_dtype, True, False, 32)
+
+
+def onednn_product(
+    handler: torch.Tensor, q_x: torch.Tensor, s_x: torch.Tensor, bias: torch.Tensor | None, n: int, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """Multiply (M, K) int8 with a packed weight: (M, N) in `out_dtype`."""
+    out = torch.empty((q_x.shape[0], n), dtype=out_dtype)
+    _custom_ops.onednn_scaled_mm(SimpleNamespace(handler_tensor=handler), q_x, out, s_x, None, None, bias)
+    return out
+
+
+__all__ = [
+    "SUPPORTED",
+    "ChannelQuantScaleParameter",
+    "CompressedTensorsConfig",
+    "CompressedTensorsLinearMethod",
+    "CompressedTensorsW8A8Int8",
+    "LinearMethodBase",
+    "ModelWeightParameter",
+    "PerTensorScaleParameter",
+    "check_version",
+    "engine_options",
+    "has_onednn",
+    "onednn_handler",
+    "onednn_product",
+    "register_quantization_config",
+    "vllm_version",
+]

@@ -1,0 +1,1 @@
+"""Repairs of vLLM defects, one module a defect."""

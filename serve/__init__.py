@@ -1,0 +1,1 @@
+"""Deterministic OpenAI-compatible server on top of vLLM."""
