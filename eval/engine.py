@@ -18,13 +18,17 @@ import torch
 from pydantic import BaseModel, ConfigDict
 
 from p2q.errors import EngineError, P2QError
+from p2q.machine import device_name, one_openmp
 
 _ERROR_MARK = "p2q-error: "
 _STAGE_MARK = "p2q-stage: "
 
 
 class RunSpec(BaseModel):
-    """What to run. `compare_with`: kernels to compare with `kernel` in every linear layer, on the run's own activations."""
+    """What to run.
+
+    `compare_with`: kernels to compare with `kernel` in every linear layer, on the run's own activations.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
@@ -77,7 +81,11 @@ def run_engine(spec: RunSpec, *, stage: Callable[[str], None] | None = None) -> 
         lines = []
         with subprocess.Popen(
             [sys.executable, "-m", "p2q.eval.engine", str(spec_path), str(result_path)],
-            env=engine_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            env=engine_environment(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
         ) as process:
             assert process.stdout is not None
             try:
@@ -99,16 +107,24 @@ def engine_environment() -> dict[str, str]:
     fixed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
     # The kernel and the mode come with the run's specification alone.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("P2Q_")}
-    return {**defaults, **inherited, **fixed}
+    return {**defaults, **inherited, **fixed, **one_openmp()}
 
 
 def _failure(spec: RunSpec, lines: list[str], code: int) -> EngineError:
-    known = next((line.removeprefix(_ERROR_MARK).strip() for line in reversed(lines) if line.startswith(_ERROR_MARK)), None)
+    known = next(
+        (line.removeprefix(_ERROR_MARK).strip() for line in reversed(lines) if line.startswith(_ERROR_MARK)), None
+    )
     handle, log = tempfile.mkstemp(prefix="p2q-engine-", suffix=".log")
     with os.fdopen(handle, "w", encoding="utf-8") as f:
         f.writelines(lines)
-    reason = known or (f"killed by signal {-code}; out of memory?" if code < 0 else next((x.strip() for x in reversed(lines) if x.strip()), ""))
-    return EngineError(f"vLLM failed with kernel {spec.kernel}: {reason}", file=spec.model, hint=f"Its output is in {log}")
+    reason = known or (
+        f"killed by signal {-code}; out of memory?"
+        if code < 0
+        else next((x.strip() for x in reversed(lines) if x.strip()), "")
+    )
+    return EngineError(
+        f"vLLM failed with kernel {spec.kernel}: {reason}", file=spec.model, hint=f"Its output is in {log}"
+    )
 
 
 def main(spec_path: str, result_path: str) -> None:
@@ -165,7 +181,9 @@ def _run(spec: RunSpec) -> RunResult:
     layers: dict[str, dict[str, LayerAgreement]] = {}
     if spec.compare_with:
         _say("comparing layers")
-        found: list[dict[str, dict[str, LayerAgreement]]] = llm.apply_model(lambda model: _watch(model, spec.compare_with))
+        found: list[dict[str, dict[str, LayerAgreement]]] = llm.apply_model(
+            lambda model: _watch(model, spec.compare_with)
+        )
         layers = found[0]
         # The prompts and their answers once more, as prefill: real activations, and each token counted once.
         requests = [
@@ -180,18 +198,17 @@ def _run(spec: RunSpec) -> RunResult:
         layers=layers,
         layer_count=sum(len(layer.shards) for layer in loaded),
         proved_layers=sum(len(layer.shards) for layer in loaded if layer.proved),
-        environment={"vllm": vllm_api.vllm_version(), "torch": torch.__version__, "device": _device_name(), "dtype": "bfloat16"},
+        environment={
+            "vllm": vllm_api.vllm_version(),
+            "torch": torch.__version__,
+            "device": device_name(),
+            "dtype": "bfloat16",
+        },
     )
 
 
 def _say(stage: str) -> None:
     print(f"{_STAGE_MARK}{stage}", flush=True)
-
-
-def _device_name() -> str:
-    from p2q.machine import cpu_name
-
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
 
 
 def _loaded_layers(model: torch.nn.Module) -> list[Any]:

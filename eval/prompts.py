@@ -10,7 +10,7 @@ PROMPTS = [
     "The capital of France is",
     "The lighthouse keeper climbed the stairs every evening, and",
     "Question: A baker sells 12 loaves an hour. How many loaves does she sell in 5 hours?\nAnswer:",
-    "def is_prime(n):\n    \"\"\"Return True if n is a prime number.\"\"\"\n",
+    'def is_prime(n):\n    """Return True if n is a prime number."""\n',
     "Here are three reasons why people keep bees:\n1.",
     "La mer est calme ce matin et les bateaux",
     "User: What is the difference between weather and climate?\nAssistant:",

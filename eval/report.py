@@ -6,9 +6,9 @@ from importlib.resources import files
 from pathlib import Path
 
 from jinja2 import Environment
+from p2q.eval.tokens import TokensReport
 
 from p2q.errors import TargetError
-from p2q.eval.tokens import TokensReport
 
 
 def write_report(report: TokensReport, folder: Path) -> tuple[Path, Path]:
@@ -32,5 +32,10 @@ def write_report(report: TokensReport, folder: Path) -> tuple[Path, Path]:
 
 def render_html(report: TokensReport) -> str:
     """The report's page. Whatever a model or a path says is escaped."""
-    template = files("p2q.eval").joinpath("templates/tokens.html.j2").read_text(encoding="utf-8")
-    return Environment(autoescape=True, trim_blocks=True).from_string(template).render(report=report)
+    environment = Environment(autoescape=True, trim_blocks=True)
+    environment.filters["quoted"] = repr
+    return environment.from_string(_template()).render(report=report)
+
+
+def _template() -> str:
+    return files("p2q.eval").joinpath("templates/tokens.html.j2").read_text(encoding="utf-8")

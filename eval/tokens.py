@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from p2q.eval.engine import RunResult, RunSpec, Stream, run_engine
 from pydantic import BaseModel
 
 import p2q
 from p2q.contract import CONTRACT_VERSION
 from p2q.errors import P2QError
-from p2q.eval.engine import RunResult, RunSpec, Stream, run_engine
 from p2q.kernels.probe import probe
+from p2q.machine import default_device
 from p2q.manifest import read_manifest
 
 VERSION = 1
@@ -120,15 +121,14 @@ def evaluate_tokens(
     """
     if len(set(kernels)) < 2:
         raise P2QError("nothing to compare", expected="two or more different kernels", got=", ".join(kernels) or "none")
-    inexact = {name: result.reason for name in kernels if not (result := probe(name)).exact}
+    inexact = {name: result.reason for name in kernels if not (result := probe(name, default_device())).exact}
     results, environment = [], {}
     for label, path in checkpoints.items():
         runs: dict[str, RunResult] = {}
         for kernel in kernels:
             others = [name for name in kernels if name != kernel] if kernel == kernels[0] else []
             spec = RunSpec(model=str(path), kernel=kernel, prompts=prompts, max_tokens=max_tokens, compare_with=others)
-            where = f"{label}: {kernel}"
-            runs[kernel] = run_engine(spec, stage=None if stage is None else lambda text, where=where: stage(f"{where}, {text}"))  # type: ignore[misc]
+            runs[kernel] = run_engine(spec, stage=_prefixed(stage, f"{label}: {kernel}, "))
         base = runs[kernels[0]]
         environment = base.environment
         manifest = read_manifest(path)
@@ -143,8 +143,17 @@ def evaluate_tokens(
             )
         )
     return TokensReport(
-        kernels=kernels, inexact_kernels=inexact, max_tokens=max_tokens, environment=environment, command=command, checkpoints=results
+        kernels=kernels,
+        inexact_kernels=inexact,
+        max_tokens=max_tokens,
+        environment=environment,
+        command=command,
+        checkpoints=results,
     )
+
+
+def _prefixed(stage: Callable[[str], None] | None, prefix: str) -> Callable[[str], None] | None:
+    return None if stage is None else lambda text: stage(prefix + text)
 
 
 def first_difference(first: Stream, second: Stream) -> Divergence | None:
@@ -152,7 +161,8 @@ def first_difference(first: Stream, second: Stream) -> Divergence | None:
     if first.tokens == second.tokens:
         return None
     position = next(
-        (i for i, (a, b) in enumerate(zip(first.tokens, second.tokens, strict=False)) if a != b), min(len(first.tokens), len(second.tokens))
+        (i for i, (a, b) in enumerate(zip(first.tokens, second.tokens, strict=False)) if a != b),
+        min(len(first.tokens), len(second.tokens)),
     )
     return Divergence(
         position=position,

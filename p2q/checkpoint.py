@@ -7,11 +7,14 @@ A checkpoint is a directory with `config.json` and safetensors files: `model.saf
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,20 +26,6 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".npz"}
 _COPY_BYTES = 1 << 22
-
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -52,15 +41,19 @@ class TensorInfo:
 
 @dataclass
 class Shard:
-    """A safetensors file: its header's bytes, as they stand in the file (length prefix included)."""
+    """A safetensors file: its header's bytes, as they stand in the file (length prefix included), and its metadata."""
 
     path: Path
     header: bytes
+    metadata: dict[str, str]
 
 
 @dataclass
 class Checkpoint:
-    """A checkpoint directory opened for reading. `others`: files to carry over; `skipped`: weight files left out."""
+    """A checkpoint directory opened for reading.
+
+    `others`: files to carry over. `skipped`: files left out, which are hidden ones and weights that no index names.
+    """
 
     path: Path
     config: dict[str, Any]
@@ -78,6 +71,10 @@ class Checkpoint:
         tensor: torch.Tensor = self._handles[info.shard].get_tensor(name)
         return tensor
 
+    def file_of(self, tensor: str) -> Path:
+        """The shard that holds a tensor."""
+        return self.shards[self.tensors[tensor].shard].path
+
     def files(self) -> list[str]:
         """Every file that belongs to the checkpoint, sorted."""
         return sorted([*self.shards, *self.others])
@@ -90,10 +87,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: not a directory, no or unreadable config.json, no safetensors weights, a missing or truncated
             shard, an index that disagrees with the shards.
     """
-    if not path.exists():
-        raise CheckpointError("no such file or directory", file=path)
     if not path.is_dir():
-        raise CheckpointError("not a checkpoint directory", file=path, expected="a directory", got="a file")
+        got = "a file" if os.path.lexists(path) else "nothing there"
+        raise CheckpointError("not a checkpoint directory", file=path, expected="a directory", got=got)
     config_path = path / "config.json"
     if not config_path.is_file():
         raise CheckpointError("not a checkpoint: there is no config.json", file=path)
@@ -116,7 +112,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file, or CheckpointError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"not readable JSON ({error})", file=path) from error
     if not isinstance(value, dict):
         raise CheckpointError("wrong JSON", file=path, expected="an object", got=type(value).__name__)
@@ -127,22 +123,39 @@ def _shard_names(path: Path) -> tuple[list[str], dict[str, str] | None]:
     index_path = path / INDEX_NAME
     if index_path.is_file():
         weight_map = read_json(index_path).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
-            raise CheckpointError("the index has no weight map", file=index_path)
-        return sorted(set(weight_map.values())), weight_map
-    found = sorted(p.name for p in path.glob("*.safetensors"))
+        if (
+            not isinstance(weight_map, dict)
+            or not weight_map
+            or not all(isinstance(v, str) for v in weight_map.values())
+        ):
+            raise CheckpointError("the index has no weight map", file=index_path, expected="{tensor: shard}")
+        names = sorted(set(weight_map.values()))
+        for name in names:
+            if Path(name).name != name or not (path / name).is_file():
+                tensors = sorted(tensor for tensor, shard in weight_map.items() if shard == name)
+                raise CheckpointError(
+                    "a shard that the index names is missing",
+                    file=path / name,
+                    tensor=", ".join(tensors[:3]) + (f" and {len(tensors) - 3} more" if len(tensors) > 3 else ""),
+                    expected=f"a file in {path}",
+                    got="none",
+                )
+        return names, weight_map
+    found = sorted(p.name for p in path.glob("*.safetensors") if not p.name.startswith("."))
     if SINGLE_NAME in found:
         return [SINGLE_NAME], None
     if len(found) == 1:
         return found, None
     if found:
-        raise CheckpointError(f"{len(found)} safetensors files and no {INDEX_NAME} to say how they belong together", file=path)
+        raise CheckpointError(
+            f"{len(found)} safetensors files and nothing to say how they belong together",
+            file=path,
+            expected=INDEX_NAME,
+        )
     raise CheckpointError("there are no safetensors weights", file=path, hint="Save the model with safetensors first")
 
 
 def _read_header(path: Path, name: str) -> tuple[Shard, dict[str, TensorInfo]]:
-    if os.sep in name or not path.is_file():
-        raise CheckpointError("the index names a shard that is not there", file=path)
     try:
         # The library checks that the header is sound and that its offsets cover the file.
         with safe_open(path, framework="pt"):
@@ -153,9 +166,10 @@ def _read_header(path: Path, name: str) -> tuple[Shard, dict[str, TensorInfo]]:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"not a complete safetensors file ({error})", file=path) from error
     entries = json.loads(text)
-    entries.pop("__metadata__", None)
-    return Shard(path, prefix + text), {
-        tensor: TensorInfo(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"]) for tensor, entry in entries.items()
+    metadata = entries.pop("__metadata__", None) or {}
+    return Shard(path, prefix + text, metadata), {
+        tensor: TensorInfo(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+        for tensor, entry in entries.items()
     }
 
 
@@ -163,57 +177,103 @@ def _check_weight_map(path: Path, weight_map: dict[str, str] | None, tensors: di
     if weight_map is None:
         return
     for tensor, shard in sorted(weight_map.items()):
-        got = tensors[tensor].shard if tensor in tensors else "no shard"
+        got = tensors[tensor].shard if tensor in tensors else "no shard that has it"
         if got != shard:
-            raise CheckpointError("the index and the shards disagree", file=path / shard, tensor=tensor, expected=shard, got=got)
+            raise CheckpointError(
+                "the index and the shards disagree",
+                file=path / INDEX_NAME,
+                tensor=tensor,
+                expected=f"it in {shard}",
+                got=got,
+            )
     for tensor, info in sorted(tensors.items()):
         if tensor not in weight_map:
-            raise CheckpointError("the tensor is not in the index", file=path / info.shard, tensor=tensor)
+            raise CheckpointError(
+                "the index does not name the tensor", file=path / INDEX_NAME, tensor=tensor, got=f"it in {info.shard}"
+            )
 
 
 def _other_files(path: Path, shards: set[str]) -> tuple[list[str], list[str]]:
-    """Files to carry over (relative names, hidden ones left out) and weight files that no index names."""
+    """Relative names of the files to carry over, and of those left out: hidden ones and weights that no index names."""
     others, skipped = [], []
-    for folder, folders, files in os.walk(path, followlinks=True):
-        folders[:] = sorted(f for f in folders if not f.startswith("."))
-        for name in files:
-            relative = (Path(folder) / name).relative_to(path).as_posix()
-            if name.startswith(".") or relative in shards or relative == MANIFEST_NAME:
-                continue
-            (skipped if Path(name).suffix in _WEIGHT_SUFFIXES or name.endswith(".index.json") and name != INDEX_NAME else others).append(relative)
+    for file in _walk(path, frozenset()):
+        name = file.relative_to(path).as_posix()
+        if name in shards or name == MANIFEST_NAME:
+            continue
+        if file.name.startswith("."):
+            skipped.append(f"{name}/" if file.is_dir() else name)
+        elif file.suffix.lower() in _WEIGHT_SUFFIXES or (name.endswith(".index.json") and name != INDEX_NAME):
+            skipped.append(name)
+        elif not file.is_file():
+            raise CheckpointError(
+                "not a file that can be copied", file=file, expected="a regular file", got=_kind(file)
+            )
+        else:
+            others.append(_checked(name, file))
     return sorted(others), sorted(skipped)
 
 
+def _walk(folder: Path, above: frozenset[Path]) -> Iterator[Path]:
+    """The files below a folder, links followed; a hidden folder is given as such."""
+    real = folder.resolve()
+    if real in above:
+        raise CheckpointError("the link leads back to a folder that holds it", file=folder)
+    for path in folder.iterdir():
+        if path.is_dir() and not path.name.startswith("."):
+            yield from _walk(path, above | {real})
+        else:
+            yield path
+
+
+def _checked(name: str, file: Path) -> str:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise CheckpointError("the file's name cannot stand in a manifest", file=file, expected="UTF-8") from error
+    return name
+
+
+def _kind(path: Path) -> str:
+    return "a broken link" if path.is_symlink() and not path.exists() else "a pipe, socket or device"
+
+
 class ShardWriter:
-    """A safetensors file of known header, written at any offset in any order."""
+    """A safetensors file of known header, written at any offset in any order. A context manager."""
 
     def __init__(self, path: Path, header: bytes, data_bytes: int) -> None:
         self._data = len(header)
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        # Reserves the blocks, so that a full disk shows at once and not after an hour.
-        if data_bytes:
+        try:
+            # Reserves the blocks, so that a full disk shows at once and not after an hour.
             os.posix_fallocate(self._file, 0, self._data + data_bytes)
-        _write_all(self._file, header, 0)
+            _write_all(self._file, header, 0)
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def __enter__(self) -> ShardWriter:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        os.close(self._file)
 
     def write(self, offset: int, data: bytes | memoryview) -> None:
         """Write bytes at an offset of the data part."""
         _write_all(self._file, data, self._data + offset)
 
-    def copy(self, source: Path, source_data: int, start: int, end: int) -> None:
-        """Copy the bytes [start, end) of another shard's data part, which begins at `source_data` in its file."""
-        with source.open("rb") as f:
-            f.seek(source_data + start)
-            while start < end:
-                block = f.read(min(_COPY_BYTES, end - start))
+    def copy(self, offset: int, shard: Shard, info: TensorInfo) -> None:
+        """Copy a tensor's bytes from its shard to an offset of the data part."""
+        position, end = len(shard.header) + info.start, len(shard.header) + info.end
+        with shard.path.open("rb") as f:
+            f.seek(position)
+            while position < end:
+                block = f.read(min(_COPY_BYTES, end - position))
                 if not block:
-                    raise CheckpointError("the file ends early", file=source)
-                self.write(start, block)
-                start += len(block)
-
-    def close(self) -> None:
-        """Flush to the disk and close."""
-        os.fsync(self._file)
-        os.close(self._file)
+                    raise CheckpointError("the file ends early", file=shard.path)
+                self.write(offset, block)
+                position, offset = position + len(block), offset + len(block)
 
 
 def _write_all(file: int, data: bytes | memoryview, offset: int) -> None:
@@ -223,33 +283,41 @@ def _write_all(file: int, data: bytes | memoryview, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-def make_header(entries: dict[str, tuple[str, tuple[int, ...]]], metadata: dict[str, str]) -> tuple[bytes, dict[str, int], int]:
-    """A safetensors header for tensors laid out in the given order.
+class Layout(NamedTuple):
+    """A safetensors file to be: header with its length prefix, offsets in the data part, size of that part in bytes."""
+
+    header: bytes
+    offsets: dict[str, int]
+    size: int
+
+
+def lay_out(entries: dict[str, tuple[str, tuple[int, ...], int]], metadata: dict[str, str]) -> Layout:
+    """Lay out tensors as the library does: wide elements first, so that each lies aligned, then by name.
 
     Args:
-        entries: {tensor: (safetensors dtype name, shape)}.
+        entries: {tensor: (safetensors dtype name, shape, size in bytes)}.
         metadata: the `__metadata__` strings.
-
-    Returns:
-        the header's bytes with its length prefix, {tensor: offset in the data part}, and the data part's size in bytes.
     """
+
+    def order(name: str) -> tuple[int, str]:
+        _, shape, size = entries[name]
+        return -(size // max(1, math.prod(shape))), name
+
     header: dict[str, Any] = {"__metadata__": metadata}
     offsets, position = {}, 0
-    for name, (dtype, shape) in entries.items():
-        size = DTYPES[dtype].itemsize
-        for n in shape:
-            size *= n
+    for name in sorted(entries, key=order):
+        dtype, shape, size = entries[name]
         offsets[name] = position
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + size]}
         position += size
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, offsets, position
+    return Layout(len(text).to_bytes(8, "little") + text, offsets, position)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes, little-endian, row by row."""
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def copy_others(checkpoint: Checkpoint, target: Path) -> None:

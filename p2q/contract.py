@@ -47,18 +47,22 @@ def quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x: (M, K) bfloat16, float16 or float32.
 
     Returns:
-        q_x (M, K) int8 in [-127, 127], and s_x (M, 1) float32 in [2^-64, 2^64]. A row of zeros gets q_x = 0 and
-        s_x = 1. A row with a NaN or an infinity gets q_x = 0 and s_x = NaN, so that it cannot pass for a number.
+        q_x (M, K) int8 in [-127, 127], contiguous, and s_x (M, 1) float32 in [2^-64, 2^64]. A row of zeros gets
+        q_x = 0 and s_x = 1. A row with a NaN or an infinity gets q_x = 0 and s_x = NaN, so that it cannot pass for a
+        number.
     """
     values = x.to(torch.float32)
     absmax = values.abs().amax(dim=-1, keepdim=True) if x.shape[-1] else values.new_zeros(*x.shape[:-1], 1)
-    # A true division: x * (1 / s) and x / s differ in the last bit, and engines disagree about which to use.
-    scale = (absmax / Q_MAX).clamp(TOKEN_SCALE_MIN, TOKEN_SCALE_MAX)
+    # True divisions: x * (1 / s) and x / s differ in the last bit, and engines disagree about which to use. Even torch
+    # multiplies by the reciprocal where a divisor is a Python number and the device a GPU, hence the tensor of 127s.
+    scale = (absmax / torch.full_like(absmax, Q_MAX)).clamp(TOKEN_SCALE_MIN, TOKEN_SCALE_MAX)
     finite = torch.isfinite(absmax)
     scale = torch.where(absmax == 0, torch.ones_like(scale), scale)
     # torch.round rounds halves to even. A NaN has no int8 value, so non-finite rows are zeroed before the cast.
     levels = torch.where(finite, values / scale, torch.zeros_like(values)).round().clamp(-Q_MAX, Q_MAX)
-    return levels.to(torch.int8), torch.where(finite, scale, torch.full_like(scale, float("nan")))
+    # Rows in order whatever the strides of x: kernels read q_x as contiguous.
+    q_x = levels.to(torch.int8, memory_format=torch.contiguous_format)
+    return q_x, torch.where(finite, scale, torch.full_like(scale, float("nan")))
 
 
 def accumulate(q_x: torch.Tensor, q_w: torch.Tensor) -> torch.Tensor:

@@ -9,16 +9,28 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 import p2q
 from p2q.checkpoint import Checkpoint, ShardWriter, bytes_of, copy_others, open_checkpoint
-from p2q.contract import CONTRACT_VERSION
+from p2q.contract import CONTRACT_VERSION, exponent_bounds
 from p2q.errors import ScaleError
 from p2q.manifest import MANIFEST_NAME, Manifest, TensorRecord, digest_of_files, read_manifest, sha256_of
-from p2q.scales import Requantized, Rule, check_exponents, check_scale, is_power_of_two, power_of_two, requantize
-from p2q.scheme import Layer, quantized_layers
+from p2q.scales import (
+    Requantized,
+    Rule,
+    check_exponents,
+    check_scale,
+    exponent_of,
+    is_power_of_two,
+    power_of_two,
+    requantize,
+)
+from p2q.scheme import Layer, check_length, quantized_layers
 from p2q.target import check_target, new_directory
 
 Progress = Callable[[str, int, int], None]
@@ -59,61 +71,79 @@ def convert(
     """
     checkpoint = open_checkpoint(source)
     layers = quantized_layers(checkpoint)
-    if not dry_run:
-        check_target(target, source=source, overwrite=overwrite)
-    converted = all(bool(is_power_of_two(checkpoint.read(layer.scale)).all()) for layer in layers)
+    check_target(target, source=source, overwrite=overwrite)
+    for layer in layers:
+        check_length(checkpoint, layer)
+        _scale(checkpoint, layer)
+    converted = all(_is_converted(checkpoint, layer) for layer in layers)
     if converted and not overwrite:
         raise ScaleError(
             "every scale is already a power of two; there is nothing to convert",
             file=source,
             hint="Give --overwrite to copy it unchanged",
         )
+    # A source that p2q converted keeps its manifest, so that converting twice changes no byte.
+    kept = read_manifest(source) if converted else None
     if dry_run:
         records = _requantize_all(checkpoint, layers, rule, None, progress)
         return Conversion(_manifest(checkpoint, rule, records, {}), not converted, checkpoint.skipped)
     with new_directory(target, source=source, overwrite=overwrite) as work:
-        writers = _start_shards(checkpoint, layers, work)
-        records = _requantize_all(checkpoint, layers, rule, writers, progress)
-        for writer in writers.values():
-            writer.close()
+        with ExitStack() as stack:
+            writers = _start_shards(checkpoint, layers, work, stack)
+            records = _requantize_all(checkpoint, layers, rule, writers, progress)
         copy_others(checkpoint, work)
         files = {name: sha256_of(work / name) for name in checkpoint.files()}
-        # A source that p2q converted keeps its manifest, so that converting twice changes no byte.
-        manifest = read_manifest(source) if converted else None
-        if manifest is None or manifest.files != files:
-            manifest = _manifest(checkpoint, rule, records, files)
+        manifest = kept if kept and kept.files == files else _manifest(checkpoint, rule, records, files)
         (work / MANIFEST_NAME).write_text(manifest.dump(), encoding="utf-8")
     return Conversion(manifest, not converted, checkpoint.skipped)
 
 
-def _start_shards(checkpoint: Checkpoint, layers: list[Layer], work: Path) -> dict[str, ShardWriter]:
+def _scale(checkpoint: Checkpoint, layer: Layer) -> torch.Tensor:
+    """A layer's scales, checked: (N,) or (1,) float64."""
+    weight, scale = checkpoint.read(layer.weight), checkpoint.read(layer.scale)
+    return check_scale(weight, scale, file=str(checkpoint.file_of(layer.scale)), tensor=layer.scale)
+
+
+def _is_converted(checkpoint: Checkpoint, layer: Layer) -> bool:
+    """Whether every scale is a power of two in the proven range already."""
+    scale = checkpoint.read(layer.scale)
+    low, high = exponent_bounds(checkpoint.tensors[layer.weight].shape[1])
+    if not is_power_of_two(scale).all():
+        return False
+    exponents = exponent_of(scale)
+    return bool(((exponents >= low) & (exponents <= high)).all())
+
+
+def _start_shards(checkpoint: Checkpoint, layers: list[Layer], work: Path, stack: ExitStack) -> dict[str, ShardWriter]:
     """A writer for each shard, holding already every tensor that does not change."""
     rewritten = {tensor for layer in layers for tensor in (layer.weight, layer.scale)}
     writers = {}
     for name, shard in checkpoint.shards.items():
         size = shard.path.stat().st_size - len(shard.header)
-        writers[name] = ShardWriter(work / name, shard.header, size)
+        writers[name] = stack.enter_context(ShardWriter(work / name, shard.header, size))
     for tensor, info in checkpoint.tensors.items():
         if tensor not in rewritten:
-            shard = checkpoint.shards[info.shard]
-            writers[info.shard].copy(shard.path, len(shard.header), info.start, info.end)
+            writers[info.shard].copy(info.start, checkpoint.shards[info.shard], info)
     return writers
 
 
 def _requantize_all(
-    checkpoint: Checkpoint, layers: list[Layer], rule: Rule, writers: dict[str, ShardWriter] | None, progress: Progress | None
+    checkpoint: Checkpoint,
+    layers: list[Layer],
+    rule: Rule,
+    writers: dict[str, ShardWriter] | None,
+    progress: Progress | None,
 ) -> dict[str, TensorRecord]:
     records = {}
     for done, layer in enumerate(layers, 1):
         weight, scale = checkpoint.read(layer.weight), checkpoint.read(layer.scale)
-        info = checkpoint.tensors[layer.scale]
-        file = str(checkpoint.shards[info.shard].path)
-        result = requantize(weight, check_scale(weight, scale, file=file, tensor=layer.scale), rule)
+        result = requantize(weight, _scale(checkpoint, layer), rule)
+        file = str(checkpoint.file_of(layer.scale))
         check_exponents(result.exponents, weight.shape[1], scale.dtype, file=file, tensor=layer.scale)
         if writers is not None:
-            writers[info.shard].write(info.start, bytes_of(power_of_two(result.exponents, scale)))
-            info = checkpoint.tensors[layer.weight]
-            writers[info.shard].write(info.start, bytes_of(result.weight))
+            for name, values in ((layer.weight, result.weight), (layer.scale, power_of_two(result.exponents, scale))):
+                info = checkpoint.tensors[name]
+                writers[info.shard].write(info.start, bytes_of(values))
         records[layer.weight] = record_of(result)
         if progress is not None:
             progress(layer.name, done, len(layers))

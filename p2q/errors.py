@@ -28,7 +28,7 @@ class P2QError(Exception):
             text += f", got {got}" if expected is not None else f"; got {got}"
         if hint is not None:
             text += f". {hint}"
-        super().__init__(text)
+        super().__init__(" ".join(text.splitlines()))  # one line, whatever a library's message or a path holds
 
 
 class CheckpointError(P2QError):

@@ -18,7 +18,10 @@ from p2q.scheme import Layer, describe, quantized_layers, read_quantization_conf
 
 
 class LayerReport(BaseModel):
-    """One layer. `exponents`: of floor(log2 scale). `at_limit`: weights at -128 or +-127. `problem`: why the contract does not hold."""
+    """One layer.
+
+    `exponents`: of floor(log2 scale). `at_limit`: weights at -128 or +-127. `problem`: why the contract does not hold.
+    """
 
     name: str
     shape: tuple[int, int]

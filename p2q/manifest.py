@@ -16,7 +16,11 @@ _READ_BYTES = 1 << 22
 
 
 class TensorRecord(BaseModel):
-    """One requantized weight. `exponents`: how many scales have each exponent k. `relative_error`: ||w' - w|| / ||w||."""
+    """One requantized weight.
+
+    `exponents`: how many scales have each exponent k. `clipped`: values that left [-128, 127] before the clamp.
+    `relative_error`: ||w' - w|| / ||w||.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -51,7 +55,9 @@ class Manifest(BaseModel):
 
 def digest_of_files(files: dict[str, str]) -> str:
     """SHA-256 of the canonical JSON of {file name: SHA-256}."""
-    return hashlib.sha256(json.dumps(files, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(files, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    ).hexdigest()
 
 
 def sha256_of(path: Path) -> str:
@@ -86,7 +92,11 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 
 def changed_files(directory: Path, manifest: Manifest) -> dict[str, str]:
-    """Files whose bytes are not what the manifest says: {name: "missing" | "changed" | "not in the manifest"}."""
+    """Files whose bytes are not what the manifest says: {name: "missing" | "changed" | "not in the manifest"}.
+
+    A file that was added counts, because a loader may read it (a chat template changes answers). Hidden files and
+    Markdown, which none reads, do not.
+    """
     problems = {}
     for name, digest in sorted(manifest.files.items()):
         path = directory / name
@@ -94,7 +104,9 @@ def changed_files(directory: Path, manifest: Manifest) -> dict[str, str]:
             problems[name] = "missing"
         elif sha256_of(path) != digest:
             problems[name] = "changed"
-    for path in sorted(directory.glob("*.safetensors")):
-        if path.name not in manifest.files:
-            problems[path.name] = "not in the manifest"
+    for added in sorted(directory.rglob("*")):
+        relative = added.relative_to(directory)
+        unread = added.suffix == ".md" or any(part.startswith(".") for part in relative.parts)
+        if added.is_file() and not unread and relative.as_posix() not in {*manifest.files, MANIFEST_NAME}:
+            problems[relative.as_posix()] = "not in the manifest"
     return problems

@@ -31,12 +31,16 @@ def _fake(
 
 
 _library = torch.library.Library("p2q", "DEF")
-_library.define("int8_linear(Tensor x, Tensor[] tensors, Tensor? bias, str kernel, int n, bool contract_bias) -> Tensor")
+_library.define(
+    "int8_linear(Tensor x, Tensor[] tensors, Tensor? bias, str kernel, int n, bool contract_bias) -> Tensor"
+)
 _library.impl("int8_linear", _int8_linear, "CompositeExplicitAutograd")
 _library._register_fake("int8_linear", _fake)
 
 
-def int8_linear(x: torch.Tensor, prepared: Prepared, bias: torch.Tensor | None, kernel: str, *, contract_bias: bool) -> torch.Tensor:
+def int8_linear(
+    x: torch.Tensor, prepared: Prepared, bias: torch.Tensor | None, kernel: str, *, contract_bias: bool
+) -> torch.Tensor:
     """Quantize activations by the contract and multiply by a kernel.
 
     Args:

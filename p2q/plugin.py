@@ -19,7 +19,7 @@ from p2q.contract import CONTRACT_VERSION, check_k
 from p2q.errors import ContractError, ScaleError
 from p2q.kernels import Prepared, get_kernel
 from p2q.kernels.probe import require_exact
-from p2q.manifest import MANIFEST_NAME
+from p2q.manifest import read_manifest
 from p2q.ops import int8_linear
 from p2q.scales import check_exponents, exponent_of, is_power_of_two
 from p2q.scheme import SUPPORTED
@@ -50,7 +50,7 @@ class LoadedLayer:
     proved: bool
 
 
-class P2QConfig(vllm_api.CompressedTensorsConfig):  # type: ignore[misc]
+class P2QConfig(vllm_api.CompressedTensorsConfig):
     """vLLM's compressed-tensors configuration, with p2q's linear method for the W8A8 int8 layers."""
 
     def get_name(self) -> str:
@@ -64,27 +64,53 @@ class P2QConfig(vllm_api.CompressedTensorsConfig):  # type: ignore[misc]
             return None
         if user_quant == NAME:
             return NAME
-        path = Path(str(getattr(hf_config, "name_or_path", "") or ""))
-        return NAME if user_quant is None and (path / MANIFEST_NAME).is_file() else None
+        if user_quant is not None:
+            return None
+        manifest = read_manifest(Path(str(getattr(hf_config, "name_or_path", "") or "")))
+        if manifest is None:
+            return None
+        if manifest.contract != CONTRACT_VERSION:
+            raise ContractError(
+                "converted for another version of the contract",
+                file=hf_config.name_or_path,
+                expected=f"version {CONTRACT_VERSION}",
+                got=f"version {manifest.contract}",
+                hint="Convert it again",
+            )
+        return NAME
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         method = super().get_quant_method(layer, prefix)
         scheme = getattr(layer, "scheme", None)
-        if not isinstance(method, vllm_api.CompressedTensorsLinearMethod):
+        if method is None or isinstance(method, vllm_api.OUTSIDE_THE_CONTRACT):
             return method
+        if not isinstance(method, vllm_api.CompressedTensorsLinearMethod):
+            raise ContractError(
+                "not a layer that the contract covers", tensor=prefix, expected=SUPPORTED, got=type(method).__name__
+            )
         if not isinstance(scheme, vllm_api.CompressedTensorsW8A8Int8):
-            raise ContractError("not a layer that the contract covers", tensor=prefix, expected=SUPPORTED, got=type(scheme).__name__)
+            raise ContractError(
+                "not a layer that the contract covers", tensor=prefix, expected=SUPPORTED, got=type(scheme).__name__
+            )
         if scheme.is_static_input_scheme or not scheme.input_symmetric:
-            kind = f"{'static' if scheme.is_static_input_scheme else 'dynamic'} {'' if scheme.input_symmetric else 'a'}symmetric activations"
+            timing = "static" if scheme.is_static_input_scheme else "dynamic"
+            kind = f"{timing} {'symmetric' if scheme.input_symmetric else 'asymmetric'} activations"
             raise ContractError("not a layer that the contract covers", tensor=prefix, expected=SUPPORTED, got=kind)
         del layer.scheme
         shard_names = self.packed_modules_mapping.get(prefix.rpartition(".")[2], [])
-        return P2QLinearMethod(prefix, str(scheme.strategy.value if hasattr(scheme.strategy, "value") else scheme.strategy), shard_names,
-                               read_settings(vllm_api.engine_options()))
+        return P2QLinearMethod(
+            prefix,
+            str(scheme.strategy.value if hasattr(scheme.strategy, "value") else scheme.strategy),
+            shard_names,
+            read_settings(vllm_api.engine_options()),
+        )
 
 
-class P2QLinearMethod(vllm_api.LinearMethodBase):  # type: ignore[misc]
-    """Loads an int8 weight with its scales, proves the contract for it, and multiplies by the chosen kernel."""
+class P2QLinearMethod(vllm_api.LinearMethodBase):
+    """Loads an int8 weight with its scales, proves the contract for it, and multiplies by the chosen kernel.
+
+    `layer` is the module of vLLM whose parameters these are.
+    """
 
     def __init__(self, name: str, strategy: str, shard_names: list[str], settings: Settings) -> None:
         self.name = name
@@ -94,7 +120,7 @@ class P2QLinearMethod(vllm_api.LinearMethodBase):  # type: ignore[misc]
 
     def create_weights(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
         input_size: int,
@@ -121,7 +147,7 @@ class P2QLinearMethod(vllm_api.LinearMethodBase):  # type: ignore[misc]
             )
         layer.register_parameter("weight_scale", scale)
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         weight, scale = layer.weight.data, layer.weight_scale.data.reshape(-1)
         widths = list(layer.logical_widths)
         if scale.numel() != weight.shape[0]:  # one scale a shard: each keeps its own
@@ -136,7 +162,7 @@ class P2QLinearMethod(vllm_api.LinearMethodBase):  # type: ignore[misc]
         layer.weight_scale = torch.nn.Parameter(scale.reshape(-1, 1), requires_grad=False)
         layer.p2q = LoadedLayer(self.name, kernel.name, prepared, shards, proved)
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         loaded: LoadedLayer = layer.p2q
         return int8_linear(x, loaded.prepared, bias, loaded.kernel, contract_bias=loaded.proved)
 
@@ -144,7 +170,9 @@ class P2QLinearMethod(vllm_api.LinearMethodBase):  # type: ignore[misc]
         if len(widths) == 1 or len(self.shard_names) != len(widths):
             return [(self.name, sum(widths))]
         parent = self.name.rpartition(".")[0]
-        return [(f"{parent}.{name}".removeprefix("."), width) for name, width in zip(self.shard_names, widths, strict=True)]
+        return [
+            (f"{parent}.{name}".removeprefix("."), width) for name, width in zip(self.shard_names, widths, strict=True)
+        ]
 
     def _prove(self, weight: torch.Tensor, scale: torch.Tensor, shards: list[tuple[str, int]]) -> bool:
         """Whether the contract holds for this layer. Raises ContractError where it must and does not."""
@@ -156,8 +184,10 @@ class P2QLinearMethod(vllm_api.LinearMethodBase):  # type: ignore[misc]
             if missing.any():
                 row = int(missing.nonzero()[0])
                 raise ContractError(
-                    "weight or scale missing from the checkpoint, or no finite positive scale", tensor=name,
-                    expected="an int8 weight row and a positive scale", got=f"scale {scales[row].item()} at row {row}",
+                    "weight or scale missing from the checkpoint, or no finite positive scale",
+                    tensor=name,
+                    expected="an int8 weight row and a positive scale",
+                    got=f"scale {scales[row].item()} at row {row}",
                 )
             try:
                 check_k(rows.shape[1])
@@ -174,7 +204,10 @@ class P2QLinearMethod(vllm_api.LinearMethodBase):  # type: ignore[misc]
         if odd.any():
             row = int(odd.nonzero()[0])
             raise ScaleError(
-                "a scale is not a power of two", tensor=name, expected="2^k", got=f"{scales[row].item()} at row {row}",
+                "a scale is not a power of two",
+                tensor=name,
+                expected="2^k",
+                got=f"{scales[row].item()} at row {row}",
                 hint="`p2q convert` makes it one",
             )
         check_exponents(exponent_of(scales), k, scales.dtype, file=name, tensor="weight_scale")

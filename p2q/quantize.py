@@ -7,19 +7,29 @@ dynamic per-token activations. Nothing is calibrated.
 from __future__ import annotations
 
 import json
+import math
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
 import p2q
-from p2q.checkpoint import DTYPES, INDEX_NAME, Checkpoint, ShardWriter, bytes_of, copy_others, make_header, open_checkpoint
+from p2q.checkpoint import (
+    INDEX_NAME,
+    Checkpoint,
+    Layout,
+    ShardWriter,
+    bytes_of,
+    copy_others,
+    lay_out,
+    open_checkpoint,
+)
 from p2q.contract import CONTRACT_VERSION, Q_MAX
 from p2q.convert import Progress, record_of
 from p2q.errors import CheckpointError, ScaleError, SchemeError
-from p2q.manifest import MANIFEST_NAME, Manifest, digest_of_files, sha256_of
+from p2q.manifest import MANIFEST_NAME, Manifest, TensorRecord, digest_of_files, sha256_of
 from p2q.scales import (
     Requantized,
     WideSum,
@@ -30,12 +40,13 @@ from p2q.scales import (
     power_of_two,
     sum_of_squares,
 )
-from p2q.scheme import Layer
+from p2q.scheme import Layer, check_length, method_of, raw_quantization
 from p2q.target import check_target, new_directory
 
 Scales = Literal["absmax", "power-of-two"]
 _FLOATING = {"F32", "F16", "BF16"}
 _ERROR_BITS = 20
+_CHUNK_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -55,7 +66,8 @@ def quantize(
         source: a checkpoint with bf16, fp16 or fp32 weights.
         target: the directory to make.
         scales: "absmax": max |w| / 127 of the row in float32. "power-of-two": of the two powers of two around that, the
-            one with the smaller squared error of the row (ties to the larger); the result satisfies the contract as it is.
+            one with the smaller squared error of the row (ties to the larger); the result satisfies the contract as it
+            is.
         overwrite: replace an existing checkpoint.
         progress: told of each finished layer.
 
@@ -68,37 +80,35 @@ def quantize(
     names, head = linear_layers(checkpoint)
     layers = [Layer(name) for name in names]
     check_target(target, source=source, overwrite=overwrite)
-    plans = {name: _plan_shard(checkpoint, name, layers) for name in checkpoint.shards}
+    if scales == "power-of-two":
+        for layer in layers:
+            check_length(checkpoint, layer)
+    layouts = {name: _lay_out_shard(checkpoint, name, layers) for name in checkpoint.shards}
     with new_directory(target, source=source, overwrite=overwrite) as work:
-        writers = {name: ShardWriter(work / name, header, size) for name, (header, _, size) in plans.items()}
-        offsets = {tensor: offset for _, where, _ in plans.values() for tensor, offset in where.items()}
-        by_weight = {layer.weight for layer in layers}
-        for tensor, info in checkpoint.tensors.items():
-            if tensor not in by_weight:
-                writers[info.shard].write(offsets[tensor], bytes_of(checkpoint.read(tensor)))
-        records = {}
-        for done, layer in enumerate(layers, 1):
-            info = checkpoint.tensors[layer.weight]
-            file = str(checkpoint.shards[info.shard].path)
-            result, scale = quantize_weight(checkpoint.read(layer.weight), scales, file=file, tensor=layer.weight)
-            writers[info.shard].write(offsets[layer.weight], bytes_of(result.weight))
-            writers[info.shard].write(offsets[layer.scale], bytes_of(scale))
-            records[layer.weight] = record_of(result)
-            if progress is not None:
-                progress(layer.name, done, len(layers))
-        for writer in writers.values():
-            writer.close()
-        _write_configuration(checkpoint, head, plans, work)
+        with ExitStack() as stack:
+            writers = {
+                name: stack.enter_context(ShardWriter(work / name, layout.header, layout.size))
+                for name, layout in layouts.items()
+            }
+            by_weight = {layer.weight for layer in layers}
+            for tensor, info in checkpoint.tensors.items():
+                if tensor not in by_weight:
+                    offset = layouts[info.shard].offsets[tensor]
+                    writers[info.shard].copy(offset, checkpoint.shards[info.shard], info)
+            records = {}
+            for done, layer in enumerate(layers, 1):
+                shard, file = checkpoint.tensors[layer.weight].shard, str(checkpoint.file_of(layer.weight))
+                weight = checkpoint.read(layer.weight)
+                result, scale = quantize_weight(weight, scales, file=file, tensor=layer.weight)
+                for tensor, values in ((layer.weight, result.weight), (layer.scale, scale)):
+                    writers[shard].write(layouts[shard].offsets[tensor], bytes_of(values))
+                records[layer.weight] = record_of(result)
+                if progress is not None:
+                    progress(layer.name, done, len(layers))
+        copy_others(checkpoint, work)
+        _write_configuration(checkpoint, head, layouts, work)
         if scales == "power-of-two":
-            manifest = Manifest(
-                contract=CONTRACT_VERSION,
-                made_by=f"p2q {p2q.__version__}",
-                rule="quantize",
-                source_digest=digest_of_files({name: sha256_of(source / name) for name in checkpoint.files()}),
-                tensors=records,
-                files={name: sha256_of(work / name) for name in checkpoint.files()},
-            )
-            (work / MANIFEST_NAME).write_text(manifest.dump(), encoding="utf-8")
+            _write_manifest(checkpoint, records, work)
     return Quantization([layer.name for layer in layers], checkpoint.skipped)
 
 
@@ -108,39 +118,78 @@ def linear_layers(checkpoint: Checkpoint) -> tuple[list[str], str | None]:
     The model's own code says which modules are linear: it is built by transformers without weights.
 
     Raises:
-        SchemeError: the checkpoint is quantized already, or its weights are not floating point.
-        CheckpointError: transformers does not know the model, or a linear layer's weight is missing.
+        SchemeError: the checkpoint is quantized already, its weights are not floating point, or some are neither linear
+            layers nor embeddings (experts that the model's code holds as one tensor, for example).
+        CheckpointError: transformers does not know the model, or a linear layer's weight is missing or does not fit.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     file = checkpoint.path / "config.json"
-    if any(key in checkpoint.config for key in ("quantization_config", "compression_config")):
-        method = (checkpoint.config.get("quantization_config") or {}).get("quant_method", "unknown")
-        raise SchemeError("already quantized", file=file, expected="bf16, fp16 or fp32 weights", got=method)
+    raw = raw_quantization(checkpoint.config)
+    if raw is not None:
+        raise SchemeError("already quantized", file=file, expected="bf16, fp16 or fp32 weights", got=method_of(raw))
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint.path))
+            config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # whatever a model's configuration code raises
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"transformers cannot build this model: {first}", file=file) from error
     head = model.get_output_embeddings()
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    modules = dict(model.named_modules())
+    linear = {name: module for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
     names = sorted(name for name, module in linear.items() if module is not head)
     for name in names:
-        info = checkpoint.tensors.get(name + ".weight")
-        if info is None:
-            raise CheckpointError("a linear layer's weight is missing", file=checkpoint.path, tensor=name + ".weight")
-        if info.dtype not in _FLOATING:
-            raise SchemeError(
-                "not a floating-point weight", file=checkpoint.path / info.shard, tensor=name + ".weight",
-                expected=" or ".join(sorted(_FLOATING)), got=info.dtype,
-            )
+        _check_linear(checkpoint, Layer(name), tuple(linear[name].weight.shape))
     if not names:
         raise CheckpointError("the model has no linear layers to quantize", file=file)
+    for tensor, info in sorted(checkpoint.tensors.items()):
+        module = modules.get(tensor.removesuffix(".weight"))
+        if (
+            tensor.endswith(".weight")
+            and len(info.shape) == 2
+            and not isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+        ):
+            raise SchemeError(
+                "not a weight that p2q quantizes, nor one that it may leave",
+                file=checkpoint.file_of(tensor),
+                tensor=tensor,
+                expected="the weight of a linear layer or an embedding",
+                got=f"that of {type(module).__name__}"
+                if module is not None
+                else "one that the model's code does not name",
+            )
     return names, next((name for name, module in linear.items() if module is head), None)
 
 
-def quantize_weight(weight: torch.Tensor, scales: Scales, *, file: str, tensor: str) -> tuple[Requantized, torch.Tensor]:
+def _check_linear(checkpoint: Checkpoint, layer: Layer, shape: tuple[int, ...]) -> None:
+    info = checkpoint.tensors.get(layer.weight)
+    if info is None:
+        raise CheckpointError("a linear layer's weight is missing", file=checkpoint.path, tensor=layer.weight)
+    file = checkpoint.file_of(layer.weight)
+    if layer.scale in checkpoint.tensors:
+        raise SchemeError("already quantized", file=file, tensor=layer.weight, expected="no scale", got=layer.scale)
+    if info.dtype not in _FLOATING:
+        raise SchemeError(
+            "not a floating-point weight",
+            file=file,
+            tensor=layer.weight,
+            expected=" or ".join(sorted(_FLOATING)),
+            got=info.dtype,
+        )
+    if info.shape != shape:
+        raise CheckpointError(
+            "the weight does not fit config.json",
+            file=file,
+            tensor=layer.weight,
+            expected=f"shape {list(shape)}",
+            got=str(list(info.shape)),
+        )
+
+
+def quantize_weight(
+    weight: torch.Tensor, scales: Scales, *, file: str, tensor: str
+) -> tuple[Requantized, torch.Tensor]:
     """Round a weight to int8 with one scale a row.
 
     Args:
@@ -149,37 +198,59 @@ def quantize_weight(weight: torch.Tensor, scales: Scales, *, file: str, tensor: 
 
     Returns:
         the int8 weight with its figures, and the scales (N, 1) float32. A row of zeros gets scale 1.
+
+    Raises:
+        ScaleError: see `quantize`.
     """
-    values = weight.to(torch.float32)
-    absmax = values.abs().amax(dim=1, keepdim=True)
-    bad = ~torch.isfinite(absmax)
+    bad = ~torch.isfinite(weight)
     if bad.any():
-        raise ScaleError("a weight is NaN or infinite", file=file, tensor=tensor, got=f"row {int(bad.nonzero()[0, 0])}")
-    zero = absmax == 0
-    scale = torch.where(zero, torch.ones_like(absmax), absmax / Q_MAX)
+        row, column = bad.nonzero()[0].tolist()
+        raise ScaleError(
+            "bad weight",
+            file=file,
+            tensor=tensor,
+            expected="finite numbers",
+            got=f"{weight[row, column].item()} at row {row}",
+        )
+    levels = torch.empty(weight.shape, dtype=torch.int8)
+    scale = torch.empty(weight.shape[0], 1)
+    clipped = 0
+    errors: list[float] = []
+    norms: list[float] = []
+    step = max(1, _CHUNK_ELEMENTS // weight.shape[1])
+    for start in range(0, weight.shape[0], step):
+        rows = slice(start, start + step)
+        values = weight[rows].to(torch.float32)
+        scale[rows] = _row_scales(values, scales)
+        rounded = (values / scale[rows]).round()
+        levels[rows] = rounded.clamp(-128, 127).to(torch.int8)
+        clipped += int((rounded != levels[rows]).sum())
+        exact = values.to(torch.float64)
+        error = levels[rows].to(torch.float64) * scale[rows].to(torch.float64) - exact
+        # In whole units of 2^(floor(log2 scale) - 20), so that the sums depend on neither order nor thread count.
+        unit = torch.ldexp(torch.ones_like(exact[:, :1]), exponent_of(scale[rows]).reshape(-1, 1) - _ERROR_BITS)
+        for numbers, sums in ((error, errors), (exact, norms)):
+            high, low = sum_of_squares((numbers / unit).round())
+            sums += ((high.to(torch.float64) * 2.0**32 + low.to(torch.float64)) * unit.reshape(-1) ** 2).tolist()
+    exponents = exponent_of(scale)
+    if scales == "power-of-two":
+        check_exponents(exponents, weight.shape[1], torch.float32, file=file, tensor=tensor)
+    return Requantized(levels, exponents, clipped, math.fsum(errors), math.fsum(norms)), scale
+
+
+def _row_scales(values: torch.Tensor, scales: Scales) -> torch.Tensor:
+    absmax = values.abs().amax(dim=1, keepdim=True)
+    # A tensor of 127s makes it a true division: see `contract.quantize_per_token`.
+    scale = torch.where(absmax == 0, torch.ones_like(absmax), absmax / torch.full_like(absmax, Q_MAX))
     # A row so small that its scale underflows has no usable scale: the smallest normal one rounds it to zeros.
     scale = scale.clamp_min(torch.finfo(torch.float32).tiny)
-    if scales == "power-of-two":
-        exponents = _smaller_error(values, exponent_of(scale), is_power_of_two(scale).reshape(-1))
-        check_exponents(exponents, values.shape[1], torch.float32, file=file, tensor=tensor)
-        scale = power_of_two(exponents, scale)
-    rounded = (values / scale).round()
-    levels = rounded.clamp(-128, 127)
-    difference = (levels.to(torch.float64) * scale.to(torch.float64) - values.to(torch.float64)).square()
-    return (
-        Requantized(
-            levels.to(torch.int8),
-            exponent_of(scale),
-            int((rounded != levels).sum()),
-            float(difference.sum()),
-            float(values.to(torch.float64).square().sum()),
-        ),
-        scale,
-    )
+    if scales == "absmax":
+        return scale
+    return power_of_two(_smaller_error(values, exponent_of(scale), is_power_of_two(scale).reshape(-1)), scale)
 
 
 def _smaller_error(values: torch.Tensor, floor: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Of floor and floor + 1 the exponent whose rounding has the smaller squared error of the row; floor where `exact`."""
+    """Of floor and floor + 1 the exponent with the smaller squared error of the row; floor where `exact`."""
     ceil = torch.where(exact, floor, floor + 1)
 
     def error(exponents: torch.Tensor) -> WideSum:
@@ -191,35 +262,52 @@ def _smaller_error(values: torch.Tensor, floor: torch.Tensor, exact: torch.Tenso
     return choose_smaller(floor, ceil, error(floor), error(ceil))
 
 
-def _plan_shard(checkpoint: Checkpoint, shard: str, layers: list[Layer]) -> tuple[bytes, dict[str, int], int]:
+def _lay_out_shard(checkpoint: Checkpoint, shard: str, layers: list[Layer]) -> Layout:
     weights = {layer.weight: layer for layer in layers}
-    entries: dict[str, tuple[str, tuple[int, ...]]] = {}
+    entries: dict[str, tuple[str, tuple[int, ...], int]] = {}
     for tensor, info in checkpoint.tensors.items():
         if info.shard != shard:
             continue
         if tensor in weights:
-            entries[tensor] = ("I8", info.shape)
-            entries[weights[tensor].scale] = ("F32", (info.shape[0], 1))
+            rows, columns = info.shape
+            entries[tensor] = ("I8", info.shape, rows * columns)
+            entries[weights[tensor].scale] = ("F32", (rows, 1), 4 * rows)
         else:
-            entries[tensor] = (info.dtype, info.shape)
-    return make_header(entries, {"format": "pt"})
+            entries[tensor] = (info.dtype, info.shape, info.end - info.start)
+    return lay_out(entries, {**checkpoint.shards[shard].metadata, "format": "pt"})
 
 
-def _write_configuration(
-    checkpoint: Checkpoint, head: str | None, plans: dict[str, tuple[bytes, dict[str, int], int]], work: Path
-) -> None:
-    copy_others(checkpoint, work)
+def _write_configuration(checkpoint: Checkpoint, head: str | None, layouts: dict[str, Layout], work: Path) -> None:
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+
     scheme = preset_name_to_scheme("W8A8", ["Linear"])
     quantization = QuantizationConfig(
-        config_groups={"group_0": scheme}, format="int-quantized", quantization_status="compressed", ignore=[head] if head else []
+        config_groups={"group_0": scheme},
+        format="int-quantized",
+        quantization_status="compressed",
+        ignore=[head] if head else [],
     )
     config = {**checkpoint.config, "quantization_config": quantization.model_dump(mode="json", exclude_none=True)}
     _write_json(work / "config.json", config)
-    if (work / INDEX_NAME).is_file():
-        weight_map = {tensor: shard for shard, (_, where, _) in plans.items() for tensor in where}
-        total = sum(size for _, _, size in plans.values())
-        _write_json(work / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))})
+    if INDEX_NAME in checkpoint.others:
+        weight_map = {tensor: shard for shard, layout in layouts.items() for tensor in layout.offsets}
+        total = sum(layout.size for layout in layouts.values())
+        _write_json(
+            work / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        )
+
+
+def _write_manifest(checkpoint: Checkpoint, records: dict[str, TensorRecord], work: Path) -> None:
+    manifest = Manifest(
+        contract=CONTRACT_VERSION,
+        made_by=f"p2q {p2q.__version__}",
+        rule="quantize",
+        source_digest=digest_of_files({name: sha256_of(checkpoint.path / name) for name in checkpoint.files()}),
+        tensors=records,
+        files={name: sha256_of(work / name) for name in checkpoint.files()},
+    )
+    (work / MANIFEST_NAME).write_text(manifest.dump(), encoding="utf-8")
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

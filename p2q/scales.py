@@ -24,6 +24,7 @@ ceil(log2 s) the one with the smaller squared error of the row after requantizat
 
 RULES: tuple[Rule, ...] = get_args(Rule)
 
+_SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _SIGNIFICAND_BITS = 24
 _CHUNK_ELEMENTS = 1 << 20
 
@@ -80,21 +81,23 @@ def check_scale(
 
     Args:
         weight: (N, K) int8.
-        scale: (N, 1), (N,), (1,) or () floating.
+        scale: (N, 1), (N,), (1, 1), (1,) or () float32, float16 or bfloat16.
 
     Returns:
         (N,) or (1,) float64: finite and positive.
 
     Raises:
-        ScaleError: wrong shape, NaN, infinite or negative, or zero over a row that is not zero.
+        ScaleError: wrong dtype or shape, NaN, infinite or negative, or zero over a row that is not zero.
     """
     rows = weight.shape[0]
-    if not scale.is_floating_point() or scale.numel() not in (1, rows) or scale.dim() > 2:
+    shapes = ((rows, 1), (rows,), (1, 1), (1,), ())
+    # Other dtypes have more bits than `decompose` takes, or cannot be read back.
+    if scale.dtype not in _SCALE_DTYPES or tuple(scale.shape) not in shapes:
         raise ScaleError(
             "wrong scale",
             file=file,
             tensor=tensor,
-            expected=f"floating point of shape [{rows}, 1], [{rows}] or [1]",
+            expected=f"float32, float16 or bfloat16 of shape [{rows}, 1], [{rows}] or [1]",
             got=f"{str(scale.dtype).removeprefix('torch.')} of shape {list(scale.shape)}",
         )
     flat = scale.reshape(-1).to(torch.float64)

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
+import re
 import shutil
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from p2q.errors import TargetError
+from p2q.errors import CheckpointError, TargetError
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+_NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+_NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST}
+_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
@@ -24,102 +33,155 @@ def new_directory(target: Path, *, source: Path, overwrite: bool) -> Iterator[Pa
     After SIGKILL an unfinished directory may stay; the next call for the same target removes it.
 
     Raises:
-        TargetError: the target exists (without `overwrite`, or is not a checkpoint), overlaps the source, or cannot be written.
+        TargetError: the target exists (without `overwrite`, or is not a checkpoint), overlaps the source, or cannot be
+            written.
+        CheckpointError: a file of the source cannot be read.
     """
     check_target(target, source=source, overwrite=overwrite)
-    final = target.absolute()
-    prefix = f".{final.name}.p2q-"
+    final = _real(target)
+    made = [folder for folder in final.parents if not folder.exists()]
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(final.parent, prefix)
-        work = Path(tempfile.mkdtemp(prefix=prefix, dir=final.parent))
-    except OSError as error:
-        raise _target_error(target, error) from error
-    lock = os.open(work, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    try:
-        with _terminate_as_interrupt():
-            work.chmod(0o777 & ~_umask())
+        with _stoppable(), contextlib.ExitStack() as stack:
+            final.parent.mkdir(parents=True, exist_ok=True)
+            work = _start(final)
+            stack.callback(shutil.rmtree, work, ignore_errors=True)
+            stack.enter_context(_locked(work))
+            if not work.exists():
+                raise TargetError("another run for the same target is under way", file=target)
             yield work
-            _sync_directory(work)
-            _put_in_place(work, final)
+            _flush(work)
+            check_target(target, source=source, overwrite=overwrite)  # it may have appeared meanwhile
+            _put_in_place(work, final, overwrite=overwrite)
     except OSError as error:
-        if error.filename and not str(error.filename).startswith(str(work)):
-            raise
-        raise _target_error(target, error) from error
+        raise _explained(error, target, source) from error
     finally:
-        os.close(lock)
-        shutil.rmtree(work, ignore_errors=True)
+        for folder in made:  # those that stayed empty
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def check_target(target: Path, *, source: Path, overwrite: bool) -> None:
-    """Refuse a target that exists or overlaps the source, before any work is done."""
-    final, origin = target.resolve(), source.resolve()
+    """Refuse a target that exists or overlaps the source, before any work is done.
+
+    Raises:
+        TargetError: see `new_directory`.
+    """
+    try:
+        _check_target(target, source, overwrite)
+    except OSError as error:
+        raise _explained(error, target, source) from error
+
+
+def _check_target(target: Path, source: Path, overwrite: bool) -> None:
+    if target.is_symlink() or (target.exists() and not target.is_dir()):
+        got = "a symbolic link" if target.is_symlink() else "a file"
+        raise TargetError("the target is not a directory", file=target, expected="a directory or nothing", got=got)
+    final, origin = _real(target), _real(source)
     if final == origin:
         raise TargetError("the target is the source", file=target)
     if final.is_relative_to(origin):
         raise TargetError("the target lies inside the source", file=target)
     if origin.is_relative_to(final):
         raise TargetError("the source lies inside the target", file=target)
-    if target.is_symlink() or (target.exists() and not target.is_dir()):
-        raise TargetError("the target exists and is not a directory", file=target)
-    if target.exists() and any(target.iterdir()):
-        if not overwrite:
-            raise TargetError("the target exists", file=target, hint="Give --overwrite to replace it")
-        if not (target / "config.json").is_file():
-            raise TargetError("the target exists and is not a checkpoint; it is not replaced", file=target)
-
-
-def _put_in_place(work: Path, final: Path) -> None:
-    if not final.exists():
-        os.rename(work, final)
+    if not target.exists() or not any(target.iterdir()):
         return
-    old = Path(tempfile.mkdtemp(prefix=f".{final.name}.p2q-", dir=final.parent))
-    os.rename(final, old)  # onto an empty directory: atomic
-    try:
-        os.rename(work, final)
-    except OSError:
-        os.rename(old, final)
-        raise
-    _sync_directory(final.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    if not ((target / "config.json").is_file() and any(target.glob("*.safetensors"))):
+        raise TargetError("the target exists and is not a checkpoint; it is not replaced", file=target)
+    if not overwrite:
+        raise TargetError("the target exists", file=target, hint="Give --overwrite to replace it")
 
 
-def _remove_abandoned(parent: Path, prefix: str) -> None:
-    """Remove what a killed run left: a directory of ours that nobody holds locked."""
-    for path in parent.glob(f"{prefix}*"):
-        try:
-            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(path, ignore_errors=True)
-        except BlockingIOError:
-            pass
-        finally:
-            os.close(handle)
+def _real(path: Path) -> Path:
+    return Path(os.path.realpath(path))  # unlike Path.resolve, no exception for a loop of links
+
+
+def _start(final: Path) -> Path:
+    """Make the unfinished directory, and remove those that killed runs left."""
+    prefix = f".{final.name[:50]}.p2q-"  # with the random letters within the 255 bytes of a file name
+    ours = re.compile(re.escape(prefix) + "[a-z0-9_]{8}")
+    for path in final.parent.iterdir():
+        if ours.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            with _locked(path) as free:
+                if free:
+                    shutil.rmtree(path, ignore_errors=True)
+    work = Path(tempfile.mkdtemp(prefix=prefix, dir=final.parent))
+    work.chmod(0o777 & ~_umask())
+    return work
 
 
 @contextlib.contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM unwinds like Ctrl-C while the block runs, so that cleaning up happens."""
+def _locked(folder: Path) -> Iterator[bool]:
+    """Hold a folder's lock while the block runs. False where another process has it, or there are no locks here."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locked = True
+    except OSError:
+        locked = False
+    try:
+        yield locked
+    finally:
+        os.close(handle)
 
-    def interrupt(_number: int, _frame: FrameType | None) -> None:
+
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind like Ctrl-C while the block runs; once unwinding, nothing disturbs the cleaning up."""
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        for number in handled:
+            signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
+    handled = {}
+    if threading.current_thread() is threading.main_thread():  # elsewhere signals are the caller's business
+        usual = (signal.SIG_DFL, signal.default_int_handler)
+        handled = {number: before for number in _STOP if (before := signal.getsignal(number)) in usual}
     try:
-        before = signal.signal(signal.SIGTERM, interrupt)
-    except ValueError:  # not in the main thread: signals are the caller's business
-        yield
-        return
-    try:
+        for number in handled:
+            signal.signal(number, stop)
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, before in handled.items():
+            signal.signal(number, before)
 
 
-def _sync_directory(path: Path) -> None:
+def _put_in_place(work: Path, final: Path, *, overwrite: bool) -> None:
+    """Give the finished directory its name. What it replaces is afterwards at `work`."""
+    try:
+        os.rename(work, final)  # onto nothing, or an empty directory
+    except OSError as error:
+        if error.errno not in _NOT_EMPTY or not overwrite:
+            raise
+        _exchange(work, final)
+    _sync(final.parent)
+
+
+def _exchange(one: Path, other: Path) -> None:
+    """Swap two directories: in one step, so that a kill finds either; in three where the file system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return
+    number = ctypes.get_errno()
+    if number not in _NO_EXCHANGE:
+        raise OSError(number, os.strerror(number), str(other))
+    aside = Path(tempfile.mkdtemp(prefix=f".{other.name[:50]}.replaced-", dir=other.parent))
+    os.rename(other, aside)
+    try:
+        os.rename(one, other)
+    except BaseException:
+        os.rename(aside, other)
+        raise
+    os.rename(aside, one)
+
+
+def _flush(work: Path) -> None:
+    """Bring every file to the disk before the directory gets its name."""
+    for path in (*work.rglob("*"), work):
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -133,7 +195,12 @@ def _umask() -> int:
     return mask
 
 
-def _target_error(target: Path, error: OSError) -> TargetError:
+def _explained(error: OSError, target: Path, source: Path) -> CheckpointError | TargetError:
+    reason = error.strerror or str(error)
+    if error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(source):
+        return CheckpointError(f"cannot be read ({reason})", file=os.fsdecode(error.filename))
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return TargetError("the disk is full; nothing was written", file=target, hint="Free some space and run it again")
-    return TargetError(f"cannot be written ({error.strerror or error}); nothing was written", file=target)
+        return TargetError(
+            "the disk is full; nothing was written", file=target, hint="Free some space and run it again"
+        )
+    return TargetError(f"cannot be written ({reason}); nothing was written", file=target)

@@ -18,13 +18,14 @@ try:
     import vllm
     from vllm import _custom_ops
     from vllm.config import get_current_vllm_config
-    from vllm.model_executor.layers.linear import LinearMethodBase
+    from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsConfig,
         CompressedTensorsLinearMethod,
     )
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Int8
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
     from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 except ModuleNotFoundError as error:
     if error.name == "vllm":
@@ -32,6 +33,9 @@ except ModuleNotFoundError as error:
     raise EngineError(f"vLLM cannot be imported: the module {error.name} is missing", expected=SUPPORTED) from error
 except ImportError as error:
     raise EngineError(f"this vLLM does not have what p2q needs ({error})", expected=SUPPORTED) from error
+
+OUTSIDE_THE_CONTRACT = (UnquantizedLinearMethod, BaseKVCacheMethod)
+"""Methods of layers that are not int8: the contract says nothing of them, and vLLM serves them as it does."""
 
 
 def vllm_version() -> str:
@@ -45,7 +49,9 @@ def check_version() -> None:
 
     version = Version(vllm_version())
     if not Version("0.24") <= Version(version.base_version) < Version("0.34"):
-        raise EngineError("unsupported vLLM", expected=SUPPORTED, got=str(version), hint="VLLM_PLUGINS='' runs vLLM without p2q")
+        raise EngineError(
+            "unsupported vLLM", expected=SUPPORTED, got=str(version), hint="VLLM_PLUGINS='' runs vLLM without p2q"
+        )
 
 
 def engine_options() -> dict[str, Any]:
@@ -67,7 +73,12 @@ def onednn_handler(q_w: torch.Tensor, s_w: torch.Tensor, out_dtype: torch.dtype)
 
 
 def onednn_product(
-    handler: torch.Tensor, q_x: torch.Tensor, s_x: torch.Tensor, bias: torch.Tensor | None, n: int, out_dtype: torch.dtype
+    handler: torch.Tensor,
+    q_x: torch.Tensor,
+    s_x: torch.Tensor,
+    bias: torch.Tensor | None,
+    n: int,
+    out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """Multiply (M, K) int8 with a packed weight: (M, N) in `out_dtype`."""
     out = torch.empty((q_x.shape[0], n), dtype=out_dtype)
@@ -76,6 +87,7 @@ def onednn_product(
 
 
 __all__ = [
+    "OUTSIDE_THE_CONTRACT",
     "SUPPORTED",
     "ChannelQuantScaleParameter",
     "CompressedTensorsConfig",

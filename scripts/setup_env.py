@@ -128,7 +128,7 @@ def make_venv(interrupted: bool) -> bool:
         import ensurepip  # noqa: F401
         import venv
     except ImportError:
-        raise SetupError(f"this Python has no venv module: install it (on Debian and Ubuntu the package python{here}-venv)") from None
+        raise SetupError(f"this Python has no venv module: install it (on Debian: python{here}-venv)") from None
     say(f"making {VENV} with Python {platform.python_version()}")
     venv.create(str(VENV), clear=found != here, symlinks=True)
     return True

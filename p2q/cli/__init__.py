@@ -6,12 +6,15 @@ Exit codes: 0 it worked, 1 a check failed, 2 bad input.
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 
 import typer
 
 from p2q.cli import convert, demo, doctor, evaluate, inspect, quantize, serve
-from p2q.cli.console import errors
+from p2q.cli.console import errors, say_error
 from p2q.errors import P2QError
+
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="p2q",
@@ -32,20 +35,21 @@ app.add_typer(evaluate.app, name="eval")
 
 def main() -> None:
     """Run the command line; errors become one message and an exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
     try:
         app()
     except P2QError as error:
-        errors.print(f"[bold red]error:[/] {_escaped(str(error))}", soft_wrap=True, highlight=False)
+        say_error(str(error))
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        errors.print("interrupted; nothing was left half-written", highlight=False)
-        sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()
         sys.exit(141)
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
+    except OSError as error:
+        say_error(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        sys.exit(P2QError.exit_code)
+    except SystemExit as stop:
+        if stop.code == INTERRUPTED:  # typer's answer to Ctrl-C
+            errors.print("interrupted; nothing was left half-written", highlight=False)
+        raise

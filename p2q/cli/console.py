@@ -11,11 +11,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
 
 from p2q.convert import Progress as Report
 
-output = Console()
-errors = Console(stderr=True)
+output = Console(emoji=False)
+errors = Console(stderr=True, emoji=False)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object for machines instead of text.")]
 OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Replace an existing checkpoint at DST.")]
@@ -25,14 +26,29 @@ TargetArgument = Annotated[Path, typer.Argument(metavar="DST", help="Checkpoint 
 
 def print_json(value: dict[str, Any]) -> None:
     """One JSON object on standard output."""
-    print(json.dumps(value, indent=1, ensure_ascii=False))
+    print(json.dumps(value, indent=1))
+
+
+def say(text: str) -> None:
+    """A line on standard output, as it is: names of files and tensors may hold what rich takes for markup."""
+    output.print(Text(text), soft_wrap=True)
+
+
+def say_error(text: str) -> None:
+    """An error in one line on standard error."""
+    errors.print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
 
 
 @contextlib.contextmanager
 def layer_progress(title: str, *, quiet: bool) -> Iterator[Report]:
     """A progress bar over layers, on standard error; silent for machines."""
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("layers"), TimeElapsedColumn(), TimeRemainingColumn()
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("layers"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
     )
     with Progress(*columns, console=errors, disable=quiet or not errors.is_terminal, transient=True) as bar:
         task = bar.add_task(title, total=None)
@@ -44,8 +60,7 @@ def layer_progress(title: str, *, quiet: bool) -> Iterator[Report]:
 
 
 def warn_skipped(skipped: list[str]) -> None:
-    """Say which weight files of the source were left out."""
+    """Say which files of the source were left out."""
     if skipped:
-        errors.print(
-            f"[yellow]left out:[/] {', '.join(skipped)} (weight files that the checkpoint's index does not name)", highlight=False
-        )
+        reason = "hidden files, and weight files that the checkpoint does not name"
+        errors.print(Text.assemble(("left out: ", "yellow"), f"{', '.join(skipped)} ({reason})"), soft_wrap=True)

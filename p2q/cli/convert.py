@@ -7,7 +7,16 @@ from typing import Annotated
 
 import typer
 
-from p2q.cli.console import JsonOption, OverwriteOption, SourceArgument, TargetArgument, layer_progress, output, print_json, warn_skipped
+from p2q.cli.console import (
+    JsonOption,
+    OverwriteOption,
+    SourceArgument,
+    TargetArgument,
+    layer_progress,
+    print_json,
+    say,
+    warn_skipped,
+)
 from p2q.convert import convert
 from p2q.scales import Rule
 
@@ -16,7 +25,11 @@ def command(
     source: SourceArgument,
     target: TargetArgument,
     rule: Annotated[
-        Rule, typer.Option(help="mse: of the two neighbouring exponents the one with the smaller squared error. nearest: in log2. ceil: never clips.")
+        Rule,
+        typer.Option(
+            help="mse: of the two neighbouring exponents the one with the smaller squared error. "
+            "nearest: in log2. ceil: never clips."
+        ),
     ] = "mse",
     overwrite: OverwriteOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and compute everything, write nothing.")] = False,
@@ -46,9 +59,11 @@ def command(
         )
         return
     warn_skipped(done.skipped)
+    done_what = "converted" if done.changed else "copied (every scale was a power of two already)"
+    verb = "would convert" if dry_run else done_what
+    layers = len(manifest.tensors)
+    say(f"{verb}: {layers} layers, rule {manifest.rule}, {clipped:,} of {values:,} values clipped")
     worst = max(manifest.tensors.items(), key=lambda item: item[1].relative_error)
-    verb = "would convert" if dry_run else "converted" if done.changed else "copied (every scale was a power of two already)"
-    output.print(f"{verb}: {len(manifest.tensors)} layers, rule {manifest.rule}, {clipped:,} of {values:,} values clipped", highlight=False)
-    output.print(f"largest relative weight error: {worst[1].relative_error:.4f} in {worst[0]}", highlight=False)
+    say(f"largest relative weight error: {worst[1].relative_error:.4f} in {worst[0]}")
     if not dry_run:
-        output.print(f"{target}  SHA-256 {manifest.checkpoint_digest}", highlight=False, soft_wrap=True)
+        say(f"{target}  SHA-256 {manifest.checkpoint_digest}")

@@ -43,7 +43,12 @@ def command(
     errors.print("4 of 4: p2q eval tokens (four vLLM engines, a minute or so each)", highlight=False)
     with stages(quiet=False) as stage:
         report = evaluate_tokens(
-            {BEFORE: quantized, AFTER: converted}, KERNELS, PROMPTS, max_tokens=max_tokens, command=this_command(), stage=stage
+            {BEFORE: quantized, AFTER: converted},
+            KERNELS,
+            PROMPTS,
+            max_tokens=max_tokens,
+            command=this_command(),
+            stage=stage,
         )
     page, data = write_report(report, out)
     first = report.checkpoints[-1].comparisons[0].streams[0]

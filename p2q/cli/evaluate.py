@@ -29,8 +29,13 @@ def group() -> None:
 @app.command("tokens")
 def tokens(
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="One or more W8A8 checkpoints.")],
-    kernel: Annotated[list[str] | None, typer.Option(help="A kernel; give two or more. Default: cutlass-order and triton-order.")] = None,
-    prompts: Annotated[Path | None, typer.Option(help="Text file, one prompt a line. Default: eight built-in prompts.")] = None,
+    kernel: Annotated[
+        list[str] | None,
+        typer.Option(help="A kernel; give two or more. Default: cutlass-order and triton-order.", show_default=False),
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Text file, one prompt a line. Default: eight built-in prompts.")
+    ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, max=4096, help="Greedy tokens of each answer.")] = 64,
     report: Annotated[Path | None, typer.Option(metavar="DIR", help="Write report.html and report.json there.")] = None,
     as_json: JsonOption = False,
@@ -48,7 +53,12 @@ def tokens(
     texts = read_prompts(prompts) if prompts else PROMPTS
     with stages(quiet=as_json) as stage:
         result = evaluate_tokens(
-            labels, kernel or ["cutlass-order", "triton-order"], texts, max_tokens=max_tokens, command=this_command(), stage=stage
+            labels,
+            kernel or ["cutlass-order", "triton-order"],
+            texts,
+            max_tokens=max_tokens,
+            command=this_command(),
+            stage=stage,
         )
     written = write_report(result, report) if report else None
     if as_json:
@@ -97,7 +107,7 @@ def show(report: TokensReport) -> None:
         for pair in checkpoint.comparisons:
             table.add_row(
                 checkpoint.label,
-                f"{pair.first}, {pair.second}",
+                f"{pair.first}\n{pair.second}",
                 _ratio(pair.agreeing, len(pair.layers)),
                 f"{pair.differing_outputs:,} of {pair.outputs:,}",
                 _ratio(pair.identical, len(pair.streams)),
@@ -109,9 +119,10 @@ def show(report: TokensReport) -> None:
                 if stream.divergence is not None:
                     part = stream.divergence
                     output.print(
-                        f"{checkpoint.label}: prompt {number} parts at token {part.position + 1}: {part.first!r} ({pair.first}), "
-                        f"{part.second!r} ({pair.second})",
-                        highlight=False, markup=False,
+                        f"{checkpoint.label}: prompt {number} parts at token {part.position + 1}: "
+                        f"{part.first!r} ({pair.first}), {part.second!r} ({pair.second})",
+                        highlight=False,
+                        markup=False,
                     )
     for name, reason in report.inexact_kernels.items():
         output.print(f"{name} is not exact on this machine: {reason}", highlight=False, markup=False)

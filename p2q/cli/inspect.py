@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from p2q.cli.console import JsonOption, output, print_json
 from p2q.inspection import Inspection, inspect
@@ -38,7 +39,9 @@ def _show(found: Inspection, layers: bool) -> None:
     exact = sum(layer.power_of_two for layer in found.layers)
     broken = [layer for layer in found.layers if layer.problem is not None]
     facts = Table.grid(padding=(0, 2))
-    facts.add_row("checkpoint", found.path)
+    facts.add_column()
+    facts.add_column(overflow="fold")
+    facts.add_row("checkpoint", Text(found.path))
     for scheme in found.scheme:
         facts.add_row("scheme", scheme)
     facts.add_row("layers", f"{len(found.layers):,} quantized, {weights:,} weights, {scales:,} scales")
@@ -47,18 +50,20 @@ def _show(found: Inspection, layers: bool) -> None:
     if not broken:
         facts.add_row("contract", f"[green]holds[/] for all {len(found.layers)} layers")
     else:
-        facts.add_row("contract", f"[red]does not hold[/] for {len(broken)} of {len(found.layers)} layers; first {broken[0].name}: {broken[0].problem}")
+        rest = f" for {len(broken)} of {len(found.layers)} layers; first {broken[0].name}: {broken[0].problem}"
+        facts.add_row("contract", Text.assemble(("does not hold", "red"), rest))
     if found.manifest is None:
         facts.add_row("manifest", "none")
     else:
         manifest = found.manifest
         clipped = sum(record.clipped for record in manifest.tensors.values())
-        facts.add_row("manifest", f"contract version {manifest.contract}, {manifest.made_by}, rule {manifest.rule}, {clipped:,} values clipped")
+        parts = (f"contract version {manifest.contract}", manifest.made_by, f"rule {manifest.rule}")
+        facts.add_row("manifest", Text(f"{', '.join(parts)}, {clipped:,} values clipped"))
         facts.add_row("source digest", manifest.source_digest)
         facts.add_row("digest", manifest.checkpoint_digest)
         if found.changed:
             listed = ", ".join(f"{name} ({problem})" for name, problem in found.changed.items())
-            facts.add_row("files", f"[red]differ from the manifest[/]: {listed}")
+            facts.add_row("files", Text.assemble(("differ from the manifest", "red"), f": {listed}"))
         else:
             facts.add_row("files", f"[green]{len(manifest.files)} files, every SHA-256 verified[/]")
     output.print(facts, highlight=False)
@@ -81,10 +86,22 @@ def _show_histogram(found: Inspection) -> None:
 
 def _show_layers(found: Inspection) -> None:
     table = Table(title="layers", title_justify="left")
-    for name, justify in (("layer", "left"), ("N x K", "right"), ("scales", "left"), ("exponents", "right"), ("contract", "left")):
+    for name, justify in (
+        ("layer", "left"),
+        ("N x K", "right"),
+        ("scales", "left"),
+        ("exponents", "right"),
+        ("contract", "left"),
+    ):
         table.add_column(name, justify=justify, overflow="fold")  # type: ignore[arg-type]
     for layer in found.layers:
         exponents = f"{min(layer.exponents)} to {max(layer.exponents)}" if layer.exponents else "-"
         shape = "x".join(map(str, layer.scale_shape)) or "scalar"
-        table.add_row(layer.name, f"{layer.shape[0]} x {layer.shape[1]}", f"{layer.scale_dtype} {shape}", exponents, layer.problem or "holds")
+        table.add_row(
+            Text(layer.name),
+            f"{layer.shape[0]} x {layer.shape[1]}",
+            f"{layer.scale_dtype} {shape}",
+            exponents,
+            Text(layer.problem or "holds"),
+        )
     output.print(table, highlight=False)

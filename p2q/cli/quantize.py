@@ -6,14 +6,26 @@ from typing import Annotated
 
 import typer
 
-from p2q.cli.console import JsonOption, OverwriteOption, SourceArgument, TargetArgument, layer_progress, output, print_json, warn_skipped
+from p2q.cli.console import (
+    JsonOption,
+    OverwriteOption,
+    SourceArgument,
+    TargetArgument,
+    layer_progress,
+    print_json,
+    say,
+    warn_skipped,
+)
 from p2q.quantize import Scales, quantize
 
 
 def command(
     source: SourceArgument,
     target: TargetArgument,
-    scales: Annotated[Scales, typer.Option(help="absmax: the row's largest value / 127. power-of-two: satisfies the contract as it is.")] = "absmax",
+    scales: Annotated[
+        Scales,
+        typer.Option(help="absmax: the row's largest value / 127. power-of-two: satisfies the contract as it is."),
+    ] = "absmax",
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -27,5 +39,5 @@ def command(
         print_json({"target": str(target), "scales": scales, "layers": done.layers, "skipped": done.skipped})
         return
     warn_skipped(done.skipped)
-    output.print(f"quantized: {len(done.layers)} linear layers, {scales} scales", highlight=False)
-    output.print(str(target), highlight=False, soft_wrap=True)
+    say(f"quantized: {len(done.layers)} linear layers, {scales} scales")
+    say(str(target))

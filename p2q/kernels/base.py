@@ -48,7 +48,7 @@ class Kernel(ABC):
             prepared: the weight.
             q_x: (M, K) int8, contiguous.
             s_x: (M, 1) float32.
-            bias: (N,) or None, treated in this kernel's own way.
+            bias: (N,) in `out_dtype`, or None; treated in this kernel's own way.
             out_dtype: bfloat16, float16 or float32.
 
         Returns:

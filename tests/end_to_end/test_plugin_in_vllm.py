@@ -1,0 +1,81 @@
+"""The plug-in in real vLLM: what it takes, what it leaves alone, what it refuses."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from p2q.eval.prompts import PROMPTS
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from p2q.kernels.probe import probe
+
+from .conftest import Demo, run_llm
+
+
+def test_checkpoint_with_a_manifest_loads_through_p2q_and_gives_the_same_bytes(demo: Demo) -> None:
+    # A third kernel, chosen by the environment, without any engine option: the streams are the demo's.
+    found, output = run_llm(
+        demo.converted, PROMPTS, max_tokens=64, env={"P2Q_KERNEL": "p2q"}, max_num_seqs=8, enable_prefix_caching=False
+    )
+    assert found is not None, output[-3000:]
+    assert found["methods"] == {"P2QLinearMethod p2q True": 120}
+    assert found["texts"] == [stream.text for stream in demo.report.checkpoints[1].comparisons[0].streams]
+
+
+def test_stock_load_of_a_converted_checkpoint_keeps_working(demo: Demo) -> None:
+    found, output = run_llm(demo.converted, PROMPTS[:1], quantization="compressed-tensors")
+    assert found is not None, output[-3000:]
+    assert found["methods"] == {"CompressedTensorsLinearMethod - -": 120}
+    if not probe("onednn").exact:
+        pytest.skip("loaded, but vLLM's own kernel is not exact on this CPU: " + probe("onednn").reason)
+    assert "Paris" in found["texts"][0]
+
+
+def test_engine_option_wins_over_the_environment(demo: Demo) -> None:
+    found, output = run_llm(
+        demo.converted, PROMPTS[:1], env={"P2Q_KERNEL": "p2q"}, additional_config={"p2q": {"kernel": "triton-order"}}
+    )
+    assert found is not None, output[-3000:]
+    assert found["methods"] == {"P2QLinearMethod triton-order True": 120}
+
+
+def test_unconverted_checkpoint_is_refused_with_the_layers_name(demo: Demo) -> None:
+    found, output = run_llm(demo.quantized, PROMPTS[:1], quantization="p2q")
+    assert found is None
+    assert "model.layers.0.self_attn.q_proj" in output
+    assert "a scale is not a power of two" in output
+
+
+def test_one_bad_scale_is_refused_with_the_shard_of_the_fused_layer(demo: Demo, tmp_path: Path) -> None:
+    shutil.copytree(demo.converted, tmp_path / "broken")
+    file = tmp_path / "broken" / "model.safetensors"
+    with safe_open(file, framework="pt") as f:
+        tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+    tensors["model.layers.3.mlp.up_proj.weight_scale"][7] *= 1.5
+    save_file(tensors, file, metadata={"format": "pt"})
+    found, output = run_llm(tmp_path / "broken", PROMPTS[:1])
+    assert found is None
+    assert "model.layers.3.mlp.up_proj" in output
+    assert "at row 7" in output
+
+
+def test_missing_tensors_are_refused_and_never_served_uninitialized(demo: Demo, tmp_path: Path) -> None:
+    shutil.copytree(demo.converted, tmp_path / "partial")
+    file = tmp_path / "partial" / "model.safetensors"
+    with safe_open(file, framework="pt") as f:
+        tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+    del tensors["model.layers.5.self_attn.k_proj.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    found, output = run_llm(tmp_path / "partial", PROMPTS[:1])
+    assert found is None
+    assert "model.layers.5.self_attn.k_proj" in output
+    assert "missing" in output
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="needs an x86 CPU with AVX2")
+def test_kernel_that_is_not_exact_here_is_refused_by_name(demo: Demo) -> None:
+    found, output = run_llm(demo.converted, PROMPTS[:1], env={"P2Q_KERNEL": "onednn", "ONEDNN_MAX_CPU_ISA": "AVX2"})
+    assert found is None
+    assert "kernel onednn is not exact on this machine" in output
