@@ -193,6 +193,29 @@ def _check_weight_map(path: Path, weight_map: dict[str, str] | None, tensors: di
             )
 
 
+def check_tied(checkpoint: Checkpoint) -> None:
+    """Refuse an output head that is said to be tied and is stored with other values than the embeddings.
+
+    Engines disagree about which of the two they use.
+
+    Raises:
+        CheckpointError: naming both.
+    """
+    heads = [name for name in checkpoint.tensors if name.endswith("lm_head.weight")]
+    embeddings = [name for name in checkpoint.tensors if name.endswith("embed_tokens.weight")]
+    if not checkpoint.config.get("tie_word_embeddings") or len(heads) != 1 or len(embeddings) != 1:
+        return
+    if bytes_of(checkpoint.read(heads[0])) != bytes_of(checkpoint.read(embeddings[0])):
+        raise CheckpointError(
+            "config.json ties the output head to the embeddings, but both are stored and differ",
+            file=checkpoint.file_of(heads[0]),
+            tensor=heads[0],
+            expected=f"the bytes of {embeddings[0]}",
+            got="others",
+            hint="Remove the head or set tie_word_embeddings to false",
+        )
+
+
 def _other_files(path: Path, shards: set[str]) -> tuple[list[str], list[str]]:
     """Relative names of the files to carry over, and of those left out: hidden ones and weights that no index names."""
     others, skipped = [], []

@@ -9,7 +9,7 @@
 This module is the one definition that every kernel is tested against. It imports nothing else of p2q.
 
 Why the clamp on s_x: with s_x in [2^-64, 2^64] the range of every product of the epilogue follows from k and K
-alone, so that the proof of `prove_range` holds for all activations. Ordinary activations never reach either end:
+alone, so that the proof of `exponent_bounds` holds for all activations. Ordinary activations never reach either end:
 below 2^-64 the row's values are quantized with that fixed scale, above it they saturate.
 """
 
@@ -68,9 +68,9 @@ def quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def accumulate(q_x: torch.Tensor, q_w: torch.Tensor) -> torch.Tensor:
     """Multiply int8 matrices with exact int32 accumulation (contract rule 2).
 
-    On a CPU the product is taken in float32 over blocks of `EXACT_BLOCK` columns, whose every partial sum is an integer of at
-    most 2^24 in magnitude and therefore exact in any order of summation, and the blocks are added in integers. Other
-    devices use one float64 product, exact up to 2^53.
+    On a CPU the product is taken in float32 over blocks of `EXACT_BLOCK` columns, whose every partial sum is an integer
+    of at most 2^24 in magnitude and therefore exact in any order of summation, and the blocks are added in integers.
+    Other devices use one float64 product, exact up to 2^53.
 
     Args:
         q_x: (M, K) int8.
@@ -105,7 +105,9 @@ def _to_int32(total: torch.Tensor) -> torch.Tensor:
         return total
     limits = torch.iinfo(torch.int32)
     if total.numel() and (total.min() < limits.min or total.max() > limits.max):
-        raise OverflowError("an accumulator leaves int32: q_x holds -128, which the contract's quantization never gives")
+        raise OverflowError(
+            "an accumulator leaves int32: q_x holds -128, which the contract's quantization never gives"
+        )
     return total.to(torch.int32)
 
 
@@ -188,7 +190,7 @@ def linear(x: torch.Tensor, q_w: torch.Tensor, s_w: torch.Tensor, bias: torch.Te
 
 
 def exponent_bounds(k: int) -> tuple[int, int]:
-    """Smallest and largest weight-scale exponent e for which every order of multiplication gives the same bits.
+    """Smallest and largest weight-scale exponent e for which every order gives the same bits, and finite ones.
 
     With s_x in [2^-64, 2^64], s_w = 2^e and 1 <= |acc| <= K * 127 * 128 < 2^b, multiplying by s_w is exact as long
     as no product of the epilogue is subnormal (below 2^-126) or rounds to 2^128. Then s_x * (2^e * acc),
@@ -202,5 +204,5 @@ def exponent_bounds(k: int) -> tuple[int, int]:
     """
     check_k(k)
     bits = (max(k, 1) * Q_MAX * 128).bit_length()
-    # Largest product: 2^64 * 2^e * |acc| < 2^(64 + e + bits), to stay at or below 2^127, clear of bfloat16's rounding to infinity.
+    # Largest product: 2^64 * 2^e * |acc| < 2^(64 + e + bits), to stay at or below 2^127, clear of rounding to infinity.
     return -126 + 64, 127 - 64 - bits

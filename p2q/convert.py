@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import p2q
-from p2q.checkpoint import Checkpoint, ShardWriter, bytes_of, copy_others, open_checkpoint
+from p2q.checkpoint import Checkpoint, ShardWriter, bytes_of, check_tied, copy_others, open_checkpoint
 from p2q.contract import CONTRACT_VERSION, exponent_bounds
 from p2q.errors import ScaleError
 from p2q.manifest import MANIFEST_NAME, Manifest, TensorRecord, digest_of_files, read_manifest, sha256_of
@@ -71,6 +71,7 @@ def convert(
     """
     checkpoint = open_checkpoint(source)
     layers = quantized_layers(checkpoint)
+    check_tied(checkpoint)
     check_target(target, source=source, overwrite=overwrite)
     for layer in layers:
         check_length(checkpoint, layer)

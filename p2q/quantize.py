@@ -22,6 +22,7 @@ from p2q.checkpoint import (
     Layout,
     ShardWriter,
     bytes_of,
+    check_tied,
     copy_others,
     lay_out,
     open_checkpoint,
@@ -79,6 +80,7 @@ def quantize(
     checkpoint = open_checkpoint(source)
     names, head = linear_layers(checkpoint)
     layers = [Layer(name) for name in names]
+    check_tied(checkpoint)
     check_target(target, source=source, overwrite=overwrite)
     if scales == "power-of-two":
         for layer in layers:

@@ -33,8 +33,8 @@ _CHUNK_ELEMENTS = 1 << 20
 class Requantized:
     """One requantized weight.
 
-    weight: (N, K) int8. exponents: (N,) or (1,) int32, k of each scale. clipped: values that left [-128, 127] before the
-    clamp. squared_error, squared_norm: of the dequantized weights, in the weights' own unit squared.
+    weight: (N, K) int8. exponents: (N,) or (1,) int32, k of each scale. clipped: values that left [-128, 127] before
+    the clamp. squared_error, squared_norm: of the dequantized weights, in the weights' own unit squared.
     """
 
     weight: torch.Tensor
@@ -74,9 +74,7 @@ def power_of_two(exponents: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(ones, exponents.to(torch.int32)).to(like.dtype).reshape(like.shape)
 
 
-def check_scale(
-    weight: torch.Tensor, scale: torch.Tensor, *, file: str, tensor: str
-) -> torch.Tensor:
+def check_scale(weight: torch.Tensor, scale: torch.Tensor, *, file: str, tensor: str) -> torch.Tensor:
     """Refuse scales that mean nothing, and give all-zero rows of scale zero a scale of one.
 
     Args:
@@ -105,7 +103,11 @@ def check_scale(
     if bad.any():
         row = int(bad.nonzero()[0])
         raise ScaleError(
-            "bad scale", file=file, tensor=tensor, expected="a finite positive scale", got=f"{flat[row].item()} at row {row}"
+            "bad scale",
+            file=file,
+            tensor=tensor,
+            expected="a finite positive scale",
+            got=f"{flat[row].item()} at row {row}",
         )
     zero = flat == 0
     if zero.any():
@@ -124,7 +126,13 @@ def check_scale(
 
 
 def check_exponents(
-    exponents: torch.Tensor, k_dim: int, dtype: torch.dtype, *, file: str, tensor: str, error: type[ScaleError] = ScaleError
+    exponents: torch.Tensor,
+    k_dim: int,
+    dtype: torch.dtype,
+    *,
+    file: str,
+    tensor: str,
+    error: type[ScaleError] = ScaleError,
 ) -> None:
     """Prove that scales 2^k keep the epilogue exact in every order, and that `dtype` holds them exactly.
 
@@ -137,13 +145,18 @@ def check_exponents(
         ScaleError: naming the first row whose exponent cannot be proved.
     """
     low, high = exponent_bounds(k_dim)
-    low = max(low, round(torch.log2(torch.tensor(torch.finfo(dtype).smallest_normal, dtype=torch.float64)).item()) - _fraction_bits(dtype))
+    low = max(
+        low,
+        round(torch.log2(torch.tensor(torch.finfo(dtype).smallest_normal, dtype=torch.float64)).item())
+        - _fraction_bits(dtype),
+    )
     high = min(high, int(torch.frexp(torch.tensor(torch.finfo(dtype).max, dtype=torch.float64))[1]) - 1)
     bad = (exponents < low) | (exponents > high)
     if bad.any():
         row = int(bad.nonzero()[0])
         raise error(
-            "the scale's power of two leaves the range in which every order of multiplication is proved to give the same bits",
+            "the scale's power of two leaves the range in which every order of multiplication is "
+            "proved to give the same bits",
             file=file,
             tensor=tensor,
             expected=f"an exponent in [{low}, {high}] for K = {k_dim} and {str(dtype).removeprefix('torch.')} scales",
@@ -173,7 +186,7 @@ def requantize(weight: torch.Tensor, scale: torch.Tensor, rule: Rule) -> Requant
     if rule == "ceil":
         exponents = ceil
     elif rule == "nearest":
-        # log2 s rounds up past 2^(f + 1/2), that is for m^2 > 2^47: exact in int64, and never a tie (sqrt 2 is irrational).
+        # log2 s rounds up past 2^(f + 1/2), that is for m^2 > 2^47: exact in int64, never a tie (sqrt 2 is irrational).
         exponents = torch.where(significand**2 < 1 << (2 * _SIGNIFICAND_BITS - 1), floor, ceil)
     else:
         errors = (_squared_error(weight, significand, floor, candidate) for candidate in (floor, ceil))
@@ -236,17 +249,23 @@ def choose_smaller(floor: torch.Tensor, ceil: torch.Tensor, floor_error: WideSum
     return torch.where((floor_high < ceil_high) | ((floor_high == ceil_high) & (floor_low < ceil_low)), floor, ceil)
 
 
-def _squared_error(weight: torch.Tensor, significand: torch.Tensor, floor: torch.Tensor, exponents: torch.Tensor) -> WideSum:
+def _squared_error(
+    weight: torch.Tensor, significand: torch.Tensor, floor: torch.Tensor, exponents: torch.Tensor
+) -> WideSum:
     """Squared error of each scale's values under given exponents, in units of 2^(2f - 46)."""
     parts = []
     for chunk in _chunks(weight):
-        _, _, difference = _levels(weight[chunk], _rows(significand, chunk), _rows(floor, chunk), _rows(exponents, chunk))
+        _, _, difference = _levels(
+            weight[chunk], _rows(significand, chunk), _rows(floor, chunk), _rows(exponents, chunk)
+        )
         parts.append(sum_of_squares(difference))
     high, low = (torch.cat(limb) for limb in zip(*parts, strict=True))
     return _carried(high.sum().reshape(1), low.sum().reshape(1)) if significand.numel() == 1 else (high, low)
 
 
-def _apply(weight: torch.Tensor, significand: torch.Tensor, floor: torch.Tensor, exponents: torch.Tensor) -> Requantized:
+def _apply(
+    weight: torch.Tensor, significand: torch.Tensor, floor: torch.Tensor, exponents: torch.Tensor
+) -> Requantized:
     result = torch.empty_like(weight)
     clipped = 0
     errors: list[float] = []

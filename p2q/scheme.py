@@ -210,7 +210,8 @@ def _parse(raw: dict[str, Any], file: str) -> QuantizationConfig:
         return QuantizationConfig.model_validate(raw)
     except ValidationError as error:
         first = error.errors()[0]
-        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        place = ".".join(str(part) for part in first["loc"] if "(" not in str(part))  # without validators' names
+        problem = f"{place}: {first['msg']}"
     except Exception as error:  # its validators raise NotImplementedError and KeyError too
         problem = f"{type(error).__name__} {error}"
     raise SchemeError("bad quantization_config", file=file, expected=SUPPORTED, got=problem)

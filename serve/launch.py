@@ -10,7 +10,7 @@ from typing import NoReturn
 from p2q.errors import ContractError
 from p2q.inspection import inspect
 from p2q.kernels.probe import require_exact
-from p2q.machine import one_openmp
+from p2q.machine import default_device, one_openmp
 
 
 def check_servable(path: Path, kernel: str, device: str) -> None:
@@ -41,14 +41,21 @@ def check_servable(path: Path, kernel: str, device: str) -> None:
 
 
 def server_command(path: Path, options: list[str]) -> list[str]:
-    """The command line of vLLM's server; it listens on 127.0.0.1 unless told otherwise."""
+    """The command line of vLLM's server; it listens on 127.0.0.1 unless told otherwise.
+
+    Raises:
+        EngineError: vLLM is not installed, or outside the supported range.
+    """
+    from p2q import vllm_api  # importing vLLM takes seconds, and other commands do without it
+
+    vllm_api.check_version()
     given = {option.partition("=")[0] for option in options}
     host = [] if "--host" in given or "--uds" in given else ["--host", "127.0.0.1"]
     return [
         sys.executable,
         "-m",
-        "vllm.entrypoints.cli.main",
-        "serve",
+        vllm_api.SERVER_MODULE,
+        "--model",
         str(path),
         "--quantization",
         "p2q",
@@ -57,15 +64,16 @@ def server_command(path: Path, options: list[str]) -> list[str]:
     ]
 
 
+def server_environment(kernel: str) -> dict[str, str]:
+    """The server's variables. On a CPU vLLM would reserve nearly all memory for its cache: 4 GiB unless told."""
+    cache = {"VLLM_CPU_KVCACHE_SPACE": "4"} if default_device() == "cpu" else {}
+    environment = {**cache, "VLLM_NO_USAGE_STATS": "1", **os.environ, "P2Q_KERNEL": kernel, **one_openmp()}
+    environment.pop("P2Q_EVALUATE", None)
+    return environment
+
+
 def launch(path: Path, kernel: str, options: list[str]) -> NoReturn:
     """Become the server."""
     command = server_command(path, options)
-    environment = {
-        **os.environ,
-        "P2Q_KERNEL": kernel,
-        "VLLM_NO_USAGE_STATS": os.environ.get("VLLM_NO_USAGE_STATS", "1"),
-        **one_openmp(),
-    }
-    environment.pop("P2Q_EVALUATE", None)
     sys.stdout.flush()
-    os.execve(command[0], command, environment)
+    os.execve(command[0], command, server_environment(kernel))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from fractions import Fraction
 
 import numpy as np
@@ -78,11 +79,11 @@ def layer(m: int, k: int, n: int, dtype: torch.dtype = torch.bfloat16) -> tuple[
     return x, int8(generator, n, k), s_w, torch.randn(n, generator=generator).to(dtype)
 
 
-@pytest.fixture
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(autouse=True)
+def one_thread(threads: Callable[[int], AbstractContextManager[None]]) -> Iterator[None]:
+    """Small tensors: two OpenMP runtimes in a process (torch's, vLLM's) lose more time waiting than they gain."""
+    with threads(1):
+        yield
 
 
 # Rule 1: activations.
@@ -275,6 +276,23 @@ def test_epilogue_rounds_each_product_in_the_order_asked_for(
     assert same_bits(got, torch.tensor([expected], dtype=torch.float64).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("order", contract.ORDERS)
+def test_epilogue_full_significands_equal_exact_arithmetic_in_each_order(
+    order: contract.Order, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(11)
+    acc = torch.randint(-(2**31), 2**31, (9, 17), generator=generator).to(torch.int32)
+    s_x, s_w = torch.rand(9, 1, generator=generator) / 2**16, torch.rand(17, generator=generator) / 2**16
+    expected = []
+    for row, token in zip(acc.tolist(), s_x.flatten().tolist(), strict=True):
+        for value, scale in zip(row, s_w.tolist(), strict=True):
+            left, right = in_order(order, value, token, scale)
+            expected.append(rounded(Fraction(rounded(Fraction(left) * Fraction(right))), dtype))
+    got = contract.epilogue(acc, s_x, s_w, dtype, order=order)
+    assert same_bits(got, torch.tensor(expected, dtype=torch.float64).reshape(9, 17).to(dtype))
+
+
 def test_epilogue_orders_differ_where_the_scale_is_no_power_of_two() -> None:
     x, q_w, s_w, _ = layer(16, 64, 64)
     q_x, s_x = contract.quantize_per_token(x)
@@ -354,13 +372,14 @@ def test_linear_under_another_default_dtype_gives_the_same_bits(default: torch.d
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.usefixtures("threads")
-def test_linear_bits_do_not_depend_on_threads_batch_or_tiling(dtype: torch.dtype) -> None:
+def test_linear_bits_do_not_depend_on_threads_batch_or_tiling(
+    dtype: torch.dtype, threads: Callable[[int], AbstractContextManager[None]]
+) -> None:
     x, q_w, s_w, bias = layer(33, 2100, 130, dtype)
-    torch.set_num_threads(1)
-    expected = contract.linear(x, q_w, s_w, bias)
-    torch.set_num_threads(2)
-    assert same_bits(contract.linear(x, q_w, s_w, bias), expected)
+    with threads(1):
+        expected = contract.linear(x, q_w, s_w, bias)
+    with threads(2):
+        assert same_bits(contract.linear(x, q_w, s_w, bias), expected)
     rows = [contract.linear(row, q_w, s_w, bias) for row in x.split([1, 15, 16, 1])]
     assert same_bits(torch.cat(rows), expected)
     tiles = [slice(0, 1), slice(1, 48), slice(48, 130)]
@@ -404,6 +423,8 @@ def test_fused_multiply_add_near_a_tie_rounds_once(operands: tuple[float, float,
         ((2.0**-100, 2.0**-100, 0.0), 0.0),
         ((-(2.0**-100), 2.0**-100, 0.0), -0.0),
         ((2.0**-75, 2.0**-75, 2.0**-149), 2.0**-148),
+        # Two bits below a tie in float64, and odd already: it must stay below.
+        ((8388971 * 2.0**-36, 16776490 * 2.0**-35, 1.0 + 2.0**-23), 1.0 + 2.0**-23),
         ((-0.0, 1.0, -0.0), -0.0),
         ((-1.0, 1.0, 1.0), 0.0),
     ],

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -29,6 +30,13 @@ def layer(*leading: int, dtype: torch.dtype = torch.bfloat16) -> tuple[torch.Ten
     q_w = torch.randint(-128, 128, (24, 40), generator=generator).to(torch.int8)
     s_w = torch.ldexp(torch.ones(24), torch.randint(-9, -3, (24,), generator=generator))
     return x, q_w, s_w, torch.randn(24, generator=generator).to(dtype)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(threads: Callable[[int], AbstractContextManager[None]]) -> Iterator[None]:
+    """Small tensors: two OpenMP runtimes in a process (torch's, vLLM's) lose more time waiting than they gain."""
+    with threads(1):
+        yield
 
 
 @pytest.fixture(params=KERNELS.values(), ids=KERNELS.keys())

@@ -39,7 +39,7 @@ def main() -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a path may hold bytes that are no text
     try:
-        app()
+        app(prog_name="p2q")
     except P2QError as error:
         say_error(str(error))
         sys.exit(error.exit_code)

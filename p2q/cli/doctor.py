@@ -49,7 +49,14 @@ def examine() -> dict[str, Any]:
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "default_kernel": DEFAULT_KERNEL,
         "kernels": [
-            {"kernel": name, "device": device, "formula": kernel.formula, "runs": result.runs, "exact": result.exact, "reason": result.reason}
+            {
+                "kernel": name,
+                "device": device,
+                "formula": kernel.formula,
+                "runs": result.runs,
+                "exact": result.exact,
+                "reason": result.reason,
+            }
             for device in devices
             for name, kernel in KERNELS.items()
             if (result := probe(name, device))

@@ -12,11 +12,12 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from p2q.checkpoint import open_checkpoint
 from p2q.cli.console import JsonOption, errors, output, print_json
-from p2q.errors import P2QError
 from p2q.eval.prompts import PROMPTS, read_prompts
 from p2q.eval.report import write_report
 from p2q.eval.tokens import TokensReport, evaluate_tokens
+from p2q.scheme import quantized_layers
 
 app = typer.Typer(help="Evaluations that prove it.", no_args_is_help=True)
 
@@ -47,8 +48,7 @@ def tokens(
     Example: p2q eval tokens SmolLM2-W8A8 SmolLM2-W8A8-p2q --kernel cutlass-order --kernel triton-order --report out
     """
     for path in paths:
-        if not (path / "config.json").is_file():
-            raise P2QError("not a checkpoint directory", file=path)
+        quantized_layers(open_checkpoint(path))  # bad input is told before an engine takes half a minute to start
     labels = label_paths(paths)
     texts = read_prompts(prompts) if prompts else PROMPTS
     with stages(quiet=as_json) as stage:

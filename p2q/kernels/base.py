@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class Prepared:
-    """A weight in the form that a kernel wants. `tensors`: what `apply` reads; `n`: output features; `owner`: kept alive."""
+    """A weight in a kernel's own form. `tensors`: what `apply` reads; `n`: output features; `owner`: kept alive."""
 
     tensors: list[torch.Tensor]
     n: int
@@ -40,7 +40,12 @@ class Kernel(ABC):
 
     @abstractmethod
     def apply(
-        self, prepared: Prepared, q_x: torch.Tensor, s_x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+        self,
+        prepared: Prepared,
+        q_x: torch.Tensor,
+        s_x: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
     ) -> torch.Tensor:
         """Multiply.
 

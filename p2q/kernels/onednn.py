@@ -2,7 +2,8 @@
 
     onednn  bf16(fma(s_x, gemm(q_x, q_w; s_w folded in), bias))      csrc/cpu/dnnl_kernels.cpp (vLLM 0.32)
 
-Without VNNI, oneDNN multiplies in int16 and saturates: the product is then not exact, and nothing says so. The probe finds out.
+Without VNNI, oneDNN multiplies in int16 and saturates: the product is then not exact, and nothing says so. The probe
+finds out.
 """
 
 from __future__ import annotations
@@ -38,7 +39,12 @@ class OneDNN(Kernel):
         return Prepared([handler.handler_tensor], q_w.shape[0], owner=(handler, scale))
 
     def apply(
-        self, prepared: Prepared, q_x: torch.Tensor, s_x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+        self,
+        prepared: Prepared,
+        q_x: torch.Tensor,
+        s_x: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
     ) -> torch.Tensor:
         from p2q import vllm_api
 

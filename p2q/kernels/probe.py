@@ -16,8 +16,11 @@ from p2q.errors import KernelError
 from p2q.kernels import get_kernel
 from p2q.kernels.base import Kernel
 
-_SHAPES = ((1, 64, 32), (17, 576, 48), (33, 1536, 64), (2, 132_096, 16))
-"""(M, K, N): one row and several, K up to the contract's limit, N and K multiples of 16 as CUTLASS wants them."""
+_SHAPES = ((1, 64, 32), (17, 576, 48), (33, 1536, 64))
+"""(M, K, N): one row and several, K past one exact float32 block, N and K multiples of 16 as CUTLASS wants them."""
+
+_LONG = (2, 65_552, 16)
+"""Partial sums pass the integers that float32 holds, even where 16 vector lanes share them."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,13 @@ def probe(name: str, device: str = "cpu") -> Probe:
     obstacle = kernel.obstacle(torch.device(device))
     if obstacle is not None:
         return Probe(name, False, False, obstacle)
-    for m, k, n in _SHAPES:
-        for label, q_x, q_w in _operands(m, k, n):
-            difference = _compare(kernel, q_x.to(device), q_w.to(device))
-            if difference is not None:
-                return Probe(name, True, False, f"{label}, M = {m}, K = {k}, N = {n}: {difference}")
-    return Probe(name, True, True, f"bit for bit the contract on {len(_SHAPES) * 3} products")
+    cases = [case for shape in _SHAPES for case in _operands(*shape)] + _operands(*_LONG)[:1]
+    for label, q_x, q_w in cases:
+        difference = _compare(kernel, q_x.to(device), q_w.to(device))
+        if difference is not None:
+            (m, k), n = q_x.shape, q_w.shape[0]
+            return Probe(name, True, False, f"{label}, M = {m}, K = {k}, N = {n}: {difference}")
+    return Probe(name, True, True, f"bit for bit the contract on {len(cases)} products")
 
 
 def require_exact(name: str, device: str = "cpu") -> None:
@@ -54,14 +58,16 @@ def require_exact(name: str, device: str = "cpu") -> None:
     result = probe(name, device)
     if not result.exact:
         problem = "is not exact on this machine" if result.runs else "cannot run here"
-        raise KernelError(f"kernel {name} {problem}: {result.reason}", hint="`p2q doctor` lists the kernels that are exact here")
+        raise KernelError(
+            f"kernel {name} {problem}: {result.reason}", hint="`p2q doctor` lists the kernels that are exact here"
+        )
 
 
 def _operands(m: int, k: int, n: int) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(m * 1_000_003 + k * 1_009 + n)
     half = k // 2
     # Large products of one sign in the first half of K; the same, in another order and negated, in the second; one last
-    # product remains. Partial sums leave int16 and, at the largest K, the integers of float32, in vector lanes as well.
+    # product remains. Partial sums leave int16 and, in `_LONG`, the integers of float32.
     q_x = torch.full((m, k), 127, dtype=torch.int8)
     q_x[:, half:] = -127
     q_w = torch.randint(96, 128, (n, k), generator=generator).to(torch.int8)
@@ -69,16 +75,24 @@ def _operands(m: int, k: int, n: int) -> list[tuple[str, torch.Tensor, torch.Ten
     q_w[:, half - 1] = 0
     q_w[:, half:-1] = q_w[:, torch.randperm(half - 1, generator=generator)]
     q_x[:, -1] = torch.arange(1, m + 1)
-    cancelling = (q_x, q_w)
     # Random signs against one weight row and its negative: each output is the sum over half of K minus itself.
     mirrored_x = torch.randint(-127, 128, (m, half), generator=generator).to(torch.int8)
     mirrored_w = torch.randint(-128, 128, (n, half), generator=generator).to(torch.int8)
     offset = torch.zeros(n, half, dtype=torch.int8)
     offset[:, 0] = 1
     negative_w = (-mirrored_w.to(torch.int16) + offset).clamp(-128, 127).to(torch.int8)
-    mirrored = (torch.cat([mirrored_x, mirrored_x], 1), torch.cat([mirrored_w, negative_w], 1))
-    random = tuple(torch.randint(-127, 128, shape, generator=generator).to(torch.int8) for shape in ((m, k), (n, k)))
-    return [("large products that cancel", *cancelling), ("mirrored products that cancel", *mirrored), ("random operands", *random)]
+    random_x, random_w = (
+        torch.randint(-127, 128, shape, generator=generator).to(torch.int8) for shape in ((m, k), (n, k))
+    )
+    return [
+        ("large products that cancel", q_x, q_w),
+        (
+            "mirrored products that cancel",
+            torch.cat([mirrored_x, mirrored_x], 1),
+            torch.cat([mirrored_w, negative_w], 1),
+        ),
+        ("random operands", random_x, random_w),
+    ]
 
 
 def _compare(kernel: Kernel, q_x: torch.Tensor, q_w: torch.Tensor) -> str | None:

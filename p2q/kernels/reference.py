@@ -1,8 +1,8 @@
 """Exact kernels that follow the order of operations of vLLM's two CUDA kernels, and the contract itself.
 
-    cutlass-order  bf16(fma(s_x, s_w * float(acc), bias))     csrc/quantization/w8a8/cutlass, ScaledEpilogueBias (vLLM 0.24)
-    triton-order   bf16(s_w * (s_x * float(acc))) + bias      compressed_tensors/triton_scaled_mm.py (vLLM 0.24 to 0.32)
-    p2q            bf16(s_x * (s_w * float(acc))) + bias      the contract
+cutlass-order  bf16(fma(s_x, s_w * float(acc), bias))     csrc/quantization/w8a8/cutlass, ScaledEpilogueBias (vLLM 0.24)
+triton-order   bf16(s_w * (s_x * float(acc))) + bias      compressed_tensors/triton_scaled_mm.py (vLLM 0.24 to 0.32)
+p2q            bf16(s_x * (s_w * float(acc))) + bias      the contract
 """
 
 from __future__ import annotations
@@ -30,7 +30,12 @@ class ReferenceKernel(Kernel):
         return Prepared([weight.contiguous(), s_w.to(torch.float32).contiguous()], q_w.shape[0])
 
     def apply(
-        self, prepared: Prepared, q_x: torch.Tensor, s_x: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype
+        self,
+        prepared: Prepared,
+        q_x: torch.Tensor,
+        s_x: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
     ) -> torch.Tensor:
         weight, s_w = prepared.tensors
         acc = contract.accumulate(q_x, weight)

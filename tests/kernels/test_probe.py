@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 
 import numpy as np
 import pytest
@@ -46,6 +47,7 @@ class Injected(Kernel):
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
         q_w, s_w = prepared.tensors
+        assert (s_x.dtype, s_w.dtype) == (torch.float32, torch.float32)
         acc = self.accumulate(q_x, q_w)
         y = contract.epilogue(acc, self.token(s_x), self.weight(s_w), torch.float32, order=self.order, bias=bias)
         return self.output(y, out_dtype)
@@ -154,6 +156,13 @@ HARMLESS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def one_thread(threads: Callable[[int], AbstractContextManager[None]]) -> Iterator[None]:
+    """Small tensors: two OpenMP runtimes in a process (torch's, vLLM's) lose more time waiting than they gain."""
+    with threads(1):
+        yield
+
+
 @pytest.fixture
 def inject(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Kernel], None]]:
     def enter(kernel: Kernel) -> None:
@@ -196,9 +205,9 @@ def test_probe_of_an_unknown_kernel_is_refused() -> None:
         probe("marlin")
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_probe_under_another_default_dtype_finds_the_same(name: str) -> None:
-    probe.cache_clear()
+@pytest.mark.parametrize("name", [*KERNELS, "injected"])
+def test_probe_under_another_default_dtype_finds_the_same(name: str, inject: Callable[[Kernel], None]) -> None:
+    inject(Injected())
     expected = probe(name)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)  # vLLM does so while it loads a model
@@ -207,7 +216,6 @@ def test_probe_under_another_default_dtype_finds_the_same(name: str) -> None:
         assert probe(name) == expected
     finally:
         torch.set_default_dtype(before)
-        probe.cache_clear()
 
 
 @pytest.mark.parametrize("name", ["p2q", "cutlass-order", "triton-order"])
