@@ -34,6 +34,7 @@ from p2q.manifest import MANIFEST_NAME, Manifest, TensorRecord, digest_of_files,
 from p2q.scales import (
     Requantized,
     WideSum,
+    as_float,
     check_exponents,
     choose_smaller,
     exponent_of,
@@ -232,8 +233,7 @@ def quantize_weight(
         # In whole units of 2^(floor(log2 scale) - 20), so that the sums depend on neither order nor thread count.
         unit = torch.ldexp(torch.ones_like(exact[:, :1]), exponent_of(scale[rows]).reshape(-1, 1) - _ERROR_BITS)
         for numbers, sums in ((error, errors), (exact, norms)):
-            high, low = sum_of_squares((numbers / unit).round())
-            sums += ((high.to(torch.float64) * 2.0**32 + low.to(torch.float64)) * unit.reshape(-1) ** 2).tolist()
+            sums += as_float(sum_of_squares((numbers / unit).round()), unit.reshape(-1) ** 2)
     exponents = exponent_of(scale)
     if scales == "power-of-two":
         check_exponents(exponents, weight.shape[1], torch.float32, file=file, tensor=tensor)

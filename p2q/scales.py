@@ -239,6 +239,12 @@ def sum_of_squares(values: torch.Tensor) -> WideSum:
     return _carried((square >> 32).sum(dim=1), (square & 0xFFFFFFFF).sum(dim=1))
 
 
+def as_float(total: WideSum, unit: torch.Tensor) -> list[float]:
+    """Sums in float64, times a unit that is a power of two: the same roundings on every machine. unit: (R,) float64."""
+    high, low = total
+    return ((high.to(torch.float64) * 2.0**32 + low.to(torch.float64)) * unit).tolist()
+
+
 def _carried(high: torch.Tensor, low: torch.Tensor) -> WideSum:
     return high + (low >> 32), low & 0xFFFFFFFF
 
@@ -277,7 +283,6 @@ def _apply(
         clipped += int((unclamped != levels).sum())
         unit = torch.ldexp(torch.ones_like(f, dtype=torch.float64), 2 * (f - _SIGNIFICAND_BITS + 1)).reshape(-1)
         for values, sums in ((difference, errors), (weight[chunk].to(torch.float64) * m.to(torch.float64), norms)):
-            high, low = sum_of_squares(values)
-            sums += ((high.to(torch.float64) * 2.0**32 + low.to(torch.float64)) * unit).tolist()
+            sums += as_float(sum_of_squares(values), unit)
     # fsum rounds once, so the figures do not depend on an order of summation.
     return Requantized(result, exponents, clipped, math.fsum(errors), math.fsum(norms))

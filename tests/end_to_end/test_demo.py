@@ -1,9 +1,13 @@
 """The main job on a real model, as a newcomer runs it."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 from p2q.eval.prompts import PROMPTS
+from p2q.eval.tokens import TokensReport, evaluate_tokens
 
 from p2q.demo import unpack_model
 from p2q.inspection import inspect
@@ -75,9 +79,23 @@ def test_second_demo_reuses_the_unpacked_model(demo: Demo) -> None:
 def test_streams_of_the_same_formula_agree_on_any_scales(demo: Demo, tmp_path: Path) -> None:
     # A negative control: without biases, `p2q` and `cutlass-order` are one formula, so that whatever parts the streams
     # before conversion is the order of multiplication and not the engine.
-    from p2q.eval.tokens import evaluate_tokens
-
     report = evaluate_tokens(
         {"w8a8": demo.quantized}, ["cutlass-order", "p2q"], PROMPTS, max_tokens=24, command="pytest"
     )
     assert report.checkpoints[0].passed
+
+
+def test_evaluation_shows_a_kernel_that_is_not_exact_for_what_it_is(demo: Demo) -> None:
+    # The saturating kernel runs as the thing under test: even power-of-two scales cannot make it agree.
+    command = ["eval", "tokens", str(demo.converted), "--kernel", "p2q", "--kernel", "onednn", "--max-tokens", "4"]
+    done = subprocess.run(
+        [sys.executable, "-c", "from p2q.cli import main; main()", *command, "--json"],
+        env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr[-2000:]
+    report = TokensReport.model_validate_json(done.stdout)
+    assert "outputs differ" in report.inexact_kernels["onednn"]
+    assert report.checkpoints[0].contract_layers == 210
+    assert report.checkpoints[0].comparisons[0].agreeing < 210

@@ -1,13 +1,13 @@
 """The plug-in in real vLLM: what it takes, what it leaves alone, what it refuses."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from p2q.eval.prompts import PROMPTS
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from p2q.kernels.probe import probe
 
@@ -48,27 +48,30 @@ def test_unconverted_checkpoint_is_refused_with_the_layers_name(demo: Demo) -> N
     assert "a scale is not a power of two" in output
 
 
-def test_one_bad_scale_is_refused_with_the_shard_of_the_fused_layer(demo: Demo, tmp_path: Path) -> None:
-    shutil.copytree(demo.converted, tmp_path / "broken")
-    file = tmp_path / "broken" / "model.safetensors"
-    with safe_open(file, framework="pt") as f:
-        tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
-    tensors["model.layers.3.mlp.up_proj.weight_scale"][7] *= 1.5
+def edited(demo: Demo, target: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    shutil.copytree(demo.converted, target)
+    file = target / "model.safetensors"
+    tensors = load_file(file)
+    edit(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
-    found, output = run_llm(tmp_path / "broken", PROMPTS[:1])
+    return target
+
+
+def test_one_bad_scale_is_refused_with_the_shard_of_the_fused_layer(demo: Demo, tmp_path: Path) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["model.layers.3.mlp.up_proj.weight_scale"][7] *= 1.5
+
+    found, output = run_llm(edited(demo, tmp_path / "broken", spoil), PROMPTS[:1])
     assert found is None
     assert "model.layers.3.mlp.up_proj" in output
     assert "at row 7" in output
 
 
 def test_missing_tensors_are_refused_and_never_served_uninitialized(demo: Demo, tmp_path: Path) -> None:
-    shutil.copytree(demo.converted, tmp_path / "partial")
-    file = tmp_path / "partial" / "model.safetensors"
-    with safe_open(file, framework="pt") as f:
-        tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
-    del tensors["model.layers.5.self_attn.k_proj.weight"]
-    save_file(tensors, file, metadata={"format": "pt"})
-    found, output = run_llm(tmp_path / "partial", PROMPTS[:1])
+    def drop(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.layers.5.self_attn.k_proj.weight"]
+
+    found, output = run_llm(edited(demo, tmp_path / "partial", drop), PROMPTS[:1])
     assert found is None
     assert "model.layers.5.self_attn.k_proj" in output
     assert "missing" in output
