@@ -148,11 +148,13 @@ def main(spec_path: str, result_path: str) -> None:
 
 def _run(spec: RunSpec) -> RunResult:
     _say("starting")
+    from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams
 
     from p2q import vllm_api
 
-    prompt_limit = 1024
+    tokenizer = AutoTokenizer.from_pretrained(spec.model)
+    longest = max(len(tokenizer(prompt).input_ids) for prompt in spec.prompts)
     llm = LLM(
         spec.model,
         quantization="p2q",
@@ -160,7 +162,8 @@ def _run(spec: RunSpec) -> RunResult:
         dtype="bfloat16",
         enforce_eager=True,
         enable_prefix_caching=False,
-        max_model_len=prompt_limit + spec.max_tokens,
+        # Room for the longest prompt, its answer, and the one token more when layers are compared.
+        max_model_len=longest + spec.max_tokens + 1,
         max_num_seqs=max(1, len(spec.prompts)),
         seed=0,
         disable_log_stats=True,
@@ -168,7 +171,6 @@ def _run(spec: RunSpec) -> RunResult:
     _say("generating")
     sampling = SamplingParams(temperature=0, max_tokens=spec.max_tokens)
     outputs = llm.generate(spec.prompts, sampling, use_tqdm=False)
-    tokenizer = llm.get_tokenizer()
     streams = [
         Stream(
             tokens=list(answer.token_ids),
