@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,6 +23,12 @@ from p2q.quantize import quantize
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
 
 Tensors = dict[str, torch.Tensor]
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C do what it does in a terminal: a shell starts background jobs with SIGINT (and nohup SIGHUP) ignored."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
