@@ -26,7 +26,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def pytest_configure() -> None:
-    """Let Ctrl-C do what it does in a terminal: a shell starts background jobs with SIGINT (and nohup SIGHUP) ignored."""
+    """Let signals do what they do in a terminal: shells start background jobs with SIGINT (nohup: SIGHUP) ignored."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
