@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,11 @@ from pydantic import BaseModel, ConfigDict
 
 from p2q.errors import EngineError, P2QError
 from p2q.machine import device_name, one_openmp
+from p2q.signals import stoppable
 
 _ERROR_MARK = "p2q-error: "
 _STAGE_MARK = "p2q-stage: "
+_LARGEST_BATCH = 256
 
 
 class RunSpec(BaseModel):
@@ -79,14 +82,18 @@ def run_engine(spec: RunSpec, *, stage: Callable[[str], None] | None = None) -> 
         spec_path, result_path = Path(folder) / "spec.json", Path(folder) / "result.json"
         spec_path.write_text(spec.model_dump_json(), encoding="utf-8")
         lines = []
-        with subprocess.Popen(
-            [sys.executable, "-m", "p2q.eval.engine", str(spec_path), str(result_path)],
-            env=engine_environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as process:
+        with (
+            stoppable(),
+            subprocess.Popen(
+                [sys.executable, "-m", "p2q.eval.engine", str(spec_path), str(result_path)],
+                env=engine_environment(),
+                stdin=subprocess.PIPE,  # its end tells the engine that this process is gone
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+            ) as process,
+        ):
             assert process.stdout is not None
             try:
                 for line in process.stdout:
@@ -128,7 +135,8 @@ def _failure(spec: RunSpec, lines: list[str], code: int) -> EngineError:
 
 
 def main(spec_path: str, result_path: str) -> None:
-    """The engine's process."""
+    """The engine's process. It ends with the one that started it, however that ends."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     spec = RunSpec.model_validate_json(Path(spec_path).read_text(encoding="utf-8"))
     try:
         result = _run(spec)
@@ -144,6 +152,12 @@ def main(spec_path: str, result_path: str) -> None:
         print(f"{_ERROR_MARK}{' '.join(str(known).split()) or type(known).__name__}", flush=True)
         raise
     Path(result_path).write_text(result.model_dump_json(), encoding="utf-8")
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1):  # not sys.stdin, whose lock a thread must not hold when the interpreter ends
+        pass
+    os._exit(1)
 
 
 def _run(spec: RunSpec) -> RunResult:
@@ -164,7 +178,7 @@ def _run(spec: RunSpec) -> RunResult:
         enable_prefix_caching=False,
         # Room for the longest prompt, its answer, and the one token more when layers are compared.
         max_model_len=longest + spec.max_tokens + 1,
-        max_num_seqs=max(1, len(spec.prompts)),
+        max_num_seqs=min(len(spec.prompts), _LARGEST_BATCH),
         seed=0,
         disable_log_stats=True,
     )
@@ -226,6 +240,8 @@ def _watch(model: torch.nn.Module, kernels: list[str]) -> dict[str, dict[str, La
 
     def watch(module: Any) -> None:
         loaded = module.p2q
+        for name in kernels:
+            agreement[name].update({shard: LayerAgreement() for shard, _ in loaded.shards})
         weight, scale = module.weight.data, module.weight_scale.data.reshape(-1)
         prepared = {name: get_kernel(name).prepare(weight, scale, module.p2q_dtype) for name in kernels}
 
@@ -237,7 +253,7 @@ def _watch(model: torch.nn.Module, kernels: list[str]) -> dict[str, dict[str, La
                 start = 0
                 for shard, width in loaded.shards:
                     part = slice(start, start + width)
-                    record = agreement[name].setdefault(shard, LayerAgreement())
+                    record = agreement[name][shard]
                     record.outputs += got[..., part].numel()
                     record.differing += _count_different(got[..., part], other[..., part])
                     start += width

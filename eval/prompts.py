@@ -25,10 +25,11 @@ def read_prompts(path: Path) -> list[str]:
         P2QError: the file cannot be read, or holds no prompt.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise P2QError(f"not a readable text file ({error})", file=path) from error
-    prompts = [line for line in lines if line.strip()]
+    # Not splitlines, which breaks at form feeds and at separators within a prompt too.
+    prompts = [line for line in text.split("\n") if line.strip()]
     if not prompts:
         raise P2QError("no prompts", file=path, expected="one prompt a line", got="only empty lines")
     return prompts

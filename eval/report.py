@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from importlib.resources import files
 from pathlib import Path
 
@@ -11,8 +12,22 @@ from p2q.eval.tokens import TokensReport
 from p2q.errors import TargetError
 
 
+def prepare_folder(folder: Path) -> None:
+    """Make the report's folder and see that it can be written, before minutes of work.
+
+    Raises:
+        TargetError: it cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise TargetError(f"the report cannot be written ({error.strerror})", file=folder) from error
+
+
 def write_report(report: TokensReport, folder: Path) -> tuple[Path, Path]:
-    """Write `report.html` and `report.json` to a folder, which is made.
+    """Write `report.html` and `report.json` to a folder that `prepare_folder` has made.
 
     Returns:
         their paths.
@@ -22,7 +37,6 @@ def write_report(report: TokensReport, folder: Path) -> tuple[Path, Path]:
     """
     page, data = folder / "report.html", folder / "report.json"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         page.write_text(render_html(report), encoding="utf-8")
         data.write_text(report.model_dump_json(indent=1) + "\n", encoding="utf-8")
     except OSError as error:

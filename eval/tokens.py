@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 import p2q
 from p2q.contract import CONTRACT_VERSION
-from p2q.errors import P2QError
+from p2q.errors import EngineError, P2QError
 from p2q.kernels.probe import probe
 from p2q.machine import default_device
 from p2q.manifest import read_manifest
@@ -115,11 +115,11 @@ def evaluate_tokens(
         stage: told what is being done.
 
     Raises:
-        P2QError: fewer than two kernels.
+        P2QError: fewer than two kernels, or one named twice.
         KernelError: an unknown kernel.
-        EngineError: vLLM failed.
+        EngineError: vLLM failed, or a layer was never compared.
     """
-    if len(set(kernels)) < 2:
+    if len(kernels) < 2 or len(set(kernels)) < len(kernels):
         raise P2QError("nothing to compare", expected="two or more different kernels", got=", ".join(kernels) or "none")
     inexact = {name: result.reason for name in kernels if not (result := probe(name, default_device())).exact}
     results, environment = [], {}
@@ -173,6 +173,15 @@ def first_difference(first: Stream, second: Stream) -> Divergence | None:
 
 def _compare(base: RunResult, other: RunResult) -> Comparison:
     agreement = base.layers[other.spec.kernel]
+    idle = [name for name, record in agreement.items() if record.outputs == 0]
+    if idle or not agreement or len(agreement) != base.layer_count:
+        raise EngineError(
+            "not every layer was compared",
+            file=base.spec.model,
+            tensor=idle[0] if idle else None,
+            expected=f"outputs of all {base.layer_count} int8 layers",
+            got=f"{len(agreement) - len(idle)} layers with outputs",
+        )
     return Comparison(
         first=base.spec.kernel,
         second=other.spec.kernel,

@@ -28,6 +28,9 @@ Q_MAX = 127
 TOKEN_SCALE_MIN = 2.0**-64
 TOKEN_SCALE_MAX = 2.0**64
 
+SAFE_K = 131_071
+"""Largest K for which int32 holds every sum of products of any int8 values, -128 * -128 included: 2^31 / 2^14 - 1."""
+
 EXACT_BLOCK = 1024
 """Columns of K whose int8 products sum to at most 2^24 in magnitude (1024 * 128 * 128): exact in float32."""
 
@@ -86,12 +89,14 @@ def accumulate(q_x: torch.Tensor, q_w: torch.Tensor) -> torch.Tensor:
     k = q_x.shape[-1]
     check_k(k)
     if q_x.device.type != "cpu":
-        return _to_int32(q_x.to(torch.float64) @ q_w.to(torch.float64).t())
-    total = torch.zeros(q_x.shape[0], q_w.shape[0], dtype=torch.int64 if k > 131_071 else torch.int32)
+        product = q_x.to(torch.float64) @ q_w.to(torch.float64).t()
+        # Without a look at the values, which would wait for the device and forbid its capture in a CUDA graph.
+        return product.to(torch.int32) if k <= SAFE_K else _to_int32(product)
+    total = torch.zeros(q_x.shape[0], q_w.shape[0], dtype=torch.int32 if k <= SAFE_K else torch.int64)
     for start in range(0, k, EXACT_BLOCK):
         block = slice(start, start + EXACT_BLOCK)
         total += (q_x[:, block].to(torch.float32) @ q_w[:, block].to(torch.float32).t()).to(torch.int32)
-    return _to_int32(total)
+    return total if k <= SAFE_K else _to_int32(total)
 
 
 def check_k(k: int) -> None:
@@ -101,8 +106,6 @@ def check_k(k: int) -> None:
 
 
 def _to_int32(total: torch.Tensor) -> torch.Tensor:
-    if total.dtype == torch.int32:
-        return total
     limits = torch.iinfo(torch.int32)
     if total.numel() and (total.min() < limits.min or total.max() > limits.max):
         raise OverflowError(

@@ -10,7 +10,7 @@ import torch
 from pydantic import BaseModel
 
 from p2q.checkpoint import Checkpoint, open_checkpoint
-from p2q.contract import MAX_K
+from p2q.contract import CONTRACT_VERSION, MAX_K
 from p2q.errors import ScaleError
 from p2q.manifest import Manifest, changed_files, read_manifest
 from p2q.scales import check_exponents, check_scale, decompose, exponent_of, is_power_of_two
@@ -72,7 +72,8 @@ def inspect(path: Path) -> Inspection:
         path=str(path),
         scheme=[describe(group, config.format) for group in config.config_groups.values()],
         layers=layers,
-        contract_holds=all(layer.problem is None for layer in layers),
+        contract_holds=all(layer.problem is None for layer in layers)
+        and (manifest is None or manifest.contract == CONTRACT_VERSION),
         manifest=manifest,
         changed=changed,
     )

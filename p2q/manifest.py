@@ -8,7 +8,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from p2q.errors import CheckpointError
+from p2q.contract import CONTRACT_VERSION
+from p2q.errors import CheckpointError, ContractError
 
 MANIFEST_NAME = "p2q_manifest.json"
 MANIFEST_FORMAT = 1
@@ -89,6 +90,22 @@ def read_manifest(directory: Path) -> Manifest | None:
             "manifest of another version", file=path, expected=f"format {MANIFEST_FORMAT}", got=str(manifest.format)
         )
     return manifest
+
+
+def check_contract(manifest: Manifest, directory: Path) -> None:
+    """Refuse a checkpoint that was converted for another version of the contract.
+
+    Raises:
+        ContractError: naming both versions.
+    """
+    if manifest.contract != CONTRACT_VERSION:
+        raise ContractError(
+            "converted for another version of the contract",
+            file=directory / MANIFEST_NAME,
+            expected=f"version {CONTRACT_VERSION}",
+            got=f"version {manifest.contract}",
+            hint="Convert it again",
+        )
 
 
 def changed_files(directory: Path, manifest: Manifest) -> dict[str, str]:

@@ -16,17 +16,17 @@ import torch
 
 from p2q import vllm_api
 from p2q.contract import CONTRACT_VERSION, check_k
-from p2q.errors import ContractError, ScaleError
+from p2q.errors import ContractError, ScaleError, SchemeError
 from p2q.kernels import Prepared, get_kernel
 from p2q.kernels.probe import require_exact
-from p2q.manifest import read_manifest
+from p2q.manifest import check_contract, read_manifest
 from p2q.ops import int8_linear
 from p2q.scales import check_exponents, exponent_of, is_power_of_two
 from p2q.scheme import SUPPORTED
 from p2q.settings import Settings, read_settings
 
 NAME = "p2q"
-_NOT_LOADED = -128  # no quantizer gives a whole row of it
+_SHARD_IDS = ("q", "k", "v")  # vLLM names the parts of a fused qkv so, and numbers those of other fused layers
 
 
 def register() -> None:
@@ -53,6 +53,11 @@ class LoadedLayer:
 class P2QConfig(vllm_api.CompressedTensorsConfig):
     """vLLM's compressed-tensors configuration, with p2q's linear method for the W8A8 int8 layers."""
 
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        if not arguments and not options:  # how vLLM makes a configuration of a checkpoint that has none
+            raise SchemeError("the checkpoint is not quantized", expected=SUPPORTED, hint="`p2q quantize` makes it so")
+        super().__init__(*arguments, **options)
+
     def get_name(self) -> str:
         return NAME
 
@@ -62,22 +67,13 @@ class P2QConfig(vllm_api.CompressedTensorsConfig):
     ) -> str | None:
         if hf_quant_cfg.get("quant_method") != "compressed-tensors":
             return None
-        if user_quant == NAME:
-            return NAME
-        if user_quant is not None:
+        if user_quant not in (None, NAME):
             return None
-        manifest = read_manifest(Path(str(getattr(hf_config, "name_or_path", "") or "")))
-        if manifest is None:
-            return None
-        if manifest.contract != CONTRACT_VERSION:
-            raise ContractError(
-                "converted for another version of the contract",
-                file=hf_config.name_or_path,
-                expected=f"version {CONTRACT_VERSION}",
-                got=f"version {manifest.contract}",
-                hint="Convert it again",
-            )
-        return NAME
+        name = str(getattr(hf_config, "name_or_path", None) or "")
+        manifest = read_manifest(Path(name)) if name else None
+        if manifest is not None:
+            check_contract(manifest, Path(name))
+        return NAME if user_quant == NAME or manifest is not None else None
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         method = super().get_quant_method(layer, prefix)
@@ -106,6 +102,7 @@ class P2QConfig(vllm_api.CompressedTensorsConfig):
         )
 
 
+@vllm_api.register_weight_loader_v2_supported_method
 class P2QLinearMethod(vllm_api.LinearMethodBase):
     """Loads an int8 weight with its scales, proves the contract for it, and multiplies by the chosen kernel.
 
@@ -128,22 +125,24 @@ class P2QLinearMethod(vllm_api.LinearMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        loader: Callable[..., None] | None = extra_weight_attrs.get("weight_loader")
+        loader: Callable[..., None] = extra_weight_attrs["weight_loader"]
         rows = sum(output_partition_sizes)
         layer.logical_widths = output_partition_sizes
         layer.p2q_dtype = params_dtype
-        weight = torch.full((rows, input_size_per_partition), _NOT_LOADED, dtype=torch.int8)
+        layer.p2q_arrived = {"weight": set(), "weight_scale": set()}
+        weight = torch.empty((rows, input_size_per_partition), dtype=torch.int8)
+        weight_loader = _noting(loader, layer.p2q_arrived["weight"])
         layer.register_parameter(
-            "weight", vllm_api.ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=loader)
+            "weight", vllm_api.ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=weight_loader)
         )
-        # NaN until loaded: a scale that never arrives cannot pass the proof.
+        loader = _noting(loader, layer.p2q_arrived["weight_scale"])
         if self.strategy == "channel":
             scale = vllm_api.ChannelQuantScaleParameter(
-                data=torch.full((rows, 1), float("nan"), dtype=torch.float32), output_dim=0, weight_loader=loader
+                data=torch.empty((rows, 1), dtype=torch.float32), output_dim=0, weight_loader=loader
             )
         else:
             scale = vllm_api.PerTensorScaleParameter(
-                data=torch.full((len(output_partition_sizes),), float("nan"), dtype=torch.float32), weight_loader=loader
+                data=torch.empty(len(output_partition_sizes), dtype=torch.float32), weight_loader=loader
             )
         layer.register_parameter("weight_scale", scale)
 
@@ -153,6 +152,8 @@ class P2QLinearMethod(vllm_api.LinearMethodBase):
         if scale.numel() != weight.shape[0]:  # one scale a shard: each keeps its own
             scale = scale.repeat_interleave(torch.tensor(widths, device=scale.device))
         shards = self._shards(widths)
+        for tensor, arrived in layer.p2q_arrived.items():
+            _require_all(arrived, shards, tensor, len(widths))
         proved = self._prove(weight, scale, shards)
         kernel = get_kernel(self.settings.kernel)
         if not self.settings.evaluate:
@@ -180,14 +181,14 @@ class P2QLinearMethod(vllm_api.LinearMethodBase):
         proved = True
         for (name, width), start in zip(shards, starts, strict=False):
             rows, scales = weight[start : start + width], scale[start : start + width]
-            missing = ~torch.isfinite(scales) | (scales <= 0) | (rows == _NOT_LOADED).all(dim=1)
-            if missing.any():
-                row = int(missing.nonzero()[0])
+            bad = ~torch.isfinite(scales) | (scales <= 0)
+            if bad.any():
+                row = int(bad.nonzero()[0])
                 raise ContractError(
-                    "weight or scale missing from the checkpoint, or no finite positive scale",
+                    "bad scale",
                     tensor=name,
-                    expected="an int8 weight row and a positive scale",
-                    got=f"scale {scales[row].item()} at row {row}",
+                    expected="a finite positive scale",
+                    got=f"{scales[row].item()} at row {row}",
                 )
             try:
                 check_k(rows.shape[1])
@@ -211,3 +212,24 @@ class P2QLinearMethod(vllm_api.LinearMethodBase):
                 hint="`p2q convert` makes it one",
             )
         check_exponents(exponent_of(scales), k, scales.dtype, file=name, tensor="weight_scale")
+
+
+def _noting(loader: Callable[..., None], arrived: set[Any]) -> Callable[..., None]:
+    """A weight loader that notes which shards of a fused layer it was given; None stands for all of them."""
+
+    def load(parameter: Any, tensor: torch.Tensor, *shard: Any, **named: Any) -> None:
+        loader(parameter, tensor, *shard, **named)
+        for part in (*shard, *named.values()) or (None,):
+            arrived.update(part if isinstance(part, tuple) else (part,))
+
+    return load
+
+
+def _require_all(arrived: set[Any], shards: list[tuple[str, int]], tensor: str, parts: int) -> None:
+    """Refuse a layer of which a tensor, or a shard of it, never came: vLLM would serve what the memory held."""
+    missing = [i for i in range(parts) if not {None, i, *_SHARD_IDS[i : i + 1]} & arrived]
+    if missing:
+        name = shards[missing[0]][0] if len(shards) == parts else shards[0][0]
+        raise ContractError(
+            "missing from the checkpoint", tensor=f"{name}.{tensor}", expected="it in a shard", got="none"
+        )

@@ -31,7 +31,7 @@ def read_settings(options: Mapping[str, Any], environment: Mapping[str, str] = o
     found = {
         name: environment[variable]
         for name in Settings.model_fields
-        if (variable := f"P2Q_{name.upper()}") in environment
+        if environment.get(variable := f"P2Q_{name.upper()}")  # an empty one counts as not set
     }
     try:
         settings = Settings.model_validate({**found, **options})

@@ -10,21 +10,17 @@ import os
 import re
 import secrets
 import shutil
-import signal
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 from p2q.errors import CheckpointError, TargetError
+from p2q.signals import stoppable
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NO_EXCHANGE = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 _NOT_EMPTY = {errno.ENOTEMPTY, errno.EEXIST}
 _RANDOM_BYTES = 6
-_STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextlib.contextmanager
@@ -43,7 +39,7 @@ def new_directory(target: Path, *, source: Path, overwrite: bool) -> Iterator[Pa
     final = _real(target)
     made = [folder for folder in final.parents if not folder.exists()]
     work = final.with_name(_prefix(final) + secrets.token_hex(_RANDOM_BYTES))
-    with _stoppable() as signals:
+    with stoppable() as signals:
         try:
             final.parent.mkdir(parents=True, exist_ok=True)
             _remove_abandoned(final)
@@ -130,36 +126,6 @@ def _locked(folder: Path) -> Iterator[bool]:
         yield locked
     finally:
         os.close(handle)
-
-
-@dataclass
-class _Signals:
-    """Whether a signal to stop unwinds the block; it is ignored otherwise."""
-
-    unwind: bool = True
-
-
-@contextlib.contextmanager
-def _stoppable() -> Iterator[_Signals]:
-    """Let SIGTERM and SIGHUP unwind the block as Ctrl-C does. Only once: a second one must not stop the cleaning up."""
-    signals = _Signals()
-
-    def stop(_number: int, _frame: FrameType | None) -> None:
-        if signals.unwind:
-            signals.unwind = False
-            raise KeyboardInterrupt
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():  # elsewhere signals are the caller's business
-        usual = (signal.SIG_DFL, signal.default_int_handler)
-        before = {number: handler for number in _STOP if (handler := signal.getsignal(number)) in usual}
-    try:
-        for number in before:
-            signal.signal(number, stop)
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _put_in_place(work: Path, final: Path, *, overwrite: bool) -> None:

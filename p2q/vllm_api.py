@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from p2q.errors import EngineError
+from p2q.errors import EngineError, P2QError
 
 SUPPORTED = "vLLM 0.24 to 0.33"
 
@@ -21,7 +21,11 @@ try:
     import vllm
     from vllm import _custom_ops
     from vllm.config import get_current_vllm_config
-    from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
+    from vllm.model_executor.layers.linear import (
+        LinearMethodBase,
+        UnquantizedLinearMethod,
+        register_weight_loader_v2_supported_method,
+    )
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsConfig,
@@ -61,6 +65,8 @@ def engine_options() -> dict[str, Any]:
     """The engine option `additional_config={"p2q": {...}}` of the engine being built."""
     config = get_current_vllm_config().additional_config
     options = config.get("p2q", {}) if isinstance(config, dict) else {}
+    if not isinstance(options, dict):
+        raise P2QError("bad additional_config", tensor="p2q", expected="a mapping of options", got=repr(options))
     return dict(options)
 
 
@@ -106,5 +112,6 @@ __all__ = [
     "onednn_handler",
     "onednn_product",
     "register_quantization_config",
+    "register_weight_loader_v2_supported_method",
     "vllm_version",
 ]

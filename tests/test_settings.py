@@ -76,3 +76,7 @@ def test_settings_unknown_kernel_is_refused_with_the_known_ones(
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         read_settings({}, {}).kernel = "onednn"
+
+
+def test_empty_variables_count_as_not_set() -> None:
+    assert read_settings({}, {"P2Q_KERNEL": "", "P2Q_EVALUATE": ""}) == read_settings({}, {})

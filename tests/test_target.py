@@ -13,6 +13,7 @@ import pytest
 
 from p2q import target as module
 from p2q.errors import CheckpointError, TargetError
+from p2q.signals import STOP
 from p2q.target import check_target, new_directory
 
 Tree = Callable[[Path], dict[str, str]]
@@ -342,11 +343,11 @@ def test_directory_where_there_are_no_locks_is_made_and_not_removed(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_signal_unwinds_and_handlers_are_restored(tmp_path: Path, source: Path, number: signal.Signals) -> None:
-    usual = [signal.getsignal(each) for each in module._STOP]
+    usual = [signal.getsignal(each) for each in STOP]
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "target", source, then=lambda: os.kill(os.getpid(), number))
     assert names(tmp_path) == ["source"]
-    assert [signal.getsignal(each) for each in module._STOP] == usual
+    assert [signal.getsignal(each) for each in STOP] == usual
 
 
 def test_signal_while_cleaning_up_does_not_disturb_it(
@@ -355,7 +356,7 @@ def test_signal_while_cleaning_up_does_not_disturb_it(
     rmtree = module.shutil.rmtree
 
     def impatient(path: Path, **options: bool) -> None:
-        for number in module._STOP:
+        for number in STOP:
             os.kill(os.getpid(), number)
         rmtree(path, **options)
 

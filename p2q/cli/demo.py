@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from p2q.cli.console import JsonOption, layer_progress, output, print_json
-from p2q.cli.evaluate import show, stages, this_command
+from p2q.cli.console import JsonOption, layer_progress, output, print_json, say
+from p2q.cli.evaluate import require_utf8, show, stages, this_command
 from p2q.convert import convert
 from p2q.demo import MODEL, unpack_model
 from p2q.eval.prompts import PROMPTS
-from p2q.eval.report import write_report
+from p2q.eval.report import prepare_folder, write_report
 from p2q.eval.tokens import evaluate_tokens
 from p2q.quantize import quantize
 
@@ -32,6 +32,8 @@ def command(
 
     Example: p2q demo --out build/demo
     """
+    require_utf8(out)
+    prepare_folder(out)
     original, quantized, converted = out / MODEL, out / f"{MODEL}-W8A8", out / f"{MODEL}-W8A8-p2q"
     with stages(quiet=as_json) as stage:
         stage(f"1 of 4: {MODEL} from its package")
@@ -53,7 +55,6 @@ def command(
             command=this_command(),
             stage=stage,
         )
-    page, data = write_report(report, out)
     if as_json:
         print_json(report.model_dump(mode="json"))
     else:
@@ -61,6 +62,8 @@ def command(
         answer = first.text.splitlines()[0] if first.text else ""
         output.print(f"\n{first.prompt}{answer}\n", highlight=False, markup=False)
         show(report)
-        output.print(f"report: {page}\n        {data}", highlight=False, markup=False, soft_wrap=True)
+    page, data = write_report(report, out)
+    if not as_json:
+        say(f"report: {page}\n        {data}")
     if not report.checkpoints[-1].passed:
         raise typer.Exit(1)

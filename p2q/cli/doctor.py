@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import typer
 from rich.table import Table
+from rich.text import Text
 
 import p2q
 from p2q.cli.console import JsonOption, output, print_json
@@ -91,7 +92,7 @@ def _show(found: dict[str, Any]) -> None:
     facts.add_row("Python, torch", f"{found['python']}, {found['torch']}")
     engine = found["vllm"]
     colour = "green" if engine["usable"] else "red"
-    facts.add_row("vLLM", f"[{colour}]{engine['version'] or 'none'}[/] ({engine['reason']})")
+    facts.add_row("vLLM", Text.assemble((engine["version"] or "none", colour), f" ({engine['reason']})"))
     flags = ", ".join(found["cpu"]["flags"]) or "none of the int8 extensions"
     facts.add_row("CPU", f"{found['cpu']['name']}, {found['cpu']['cores']} threads; {flags}")
     facts.add_row("GPU", ", ".join(found["gpus"]) or "none")
@@ -102,5 +103,5 @@ def _show(found: dict[str, Any]) -> None:
     for kernel in found["kernels"]:
         verdict = "[green]yes[/]" if kernel["exact"] else "[red]no[/]" if kernel["runs"] else "[yellow]-[/]"
         mark = " (default)" if kernel["kernel"] == found["default_kernel"] else ""
-        table.add_row(kernel["kernel"] + mark, kernel["device"], kernel["formula"], verdict, kernel["reason"])
+        table.add_row(kernel["kernel"] + mark, kernel["device"], kernel["formula"], verdict, Text(kernel["reason"]))
     output.print(table, highlight=False)

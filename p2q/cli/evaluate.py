@@ -11,11 +11,13 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from p2q.checkpoint import open_checkpoint
-from p2q.cli.console import JsonOption, errors, output, print_json
+from p2q.cli.console import JsonOption, errors, output, print_json, say
+from p2q.errors import P2QError
 from p2q.eval.prompts import PROMPTS, read_prompts
-from p2q.eval.report import write_report
+from p2q.eval.report import prepare_folder, write_report
 from p2q.eval.tokens import TokensReport, evaluate_tokens
 from p2q.scheme import quantized_layers
 
@@ -47,10 +49,14 @@ def tokens(
 
     Example: p2q eval tokens SmolLM2-W8A8 SmolLM2-W8A8-p2q --kernel cutlass-order --kernel triton-order --report out
     """
+    for path in [*paths, *([report] if report else [])]:
+        require_utf8(path)
     for path in paths:
         quantized_layers(open_checkpoint(path))  # bad input is told before an engine takes half a minute to start
     labels = label_paths(paths)
     texts = read_prompts(prompts) if prompts else PROMPTS
+    if report:
+        prepare_folder(report)  # likewise
     with stages(quiet=as_json) as stage:
         result = evaluate_tokens(
             labels,
@@ -60,19 +66,22 @@ def tokens(
             command=this_command(),
             stage=stage,
         )
-    written = write_report(result, report) if report else None
     if as_json:
         print_json(result.model_dump(mode="json"))
     else:
         show(result)
-        if written:
-            output.print(f"report: {written[0]}\n        {written[1]}", highlight=False, soft_wrap=True)
+    if report:
+        page, data = write_report(result, report)
+        if not as_json:
+            say(f"report: {page}\n        {data}")
     if not all(checkpoint.passed for checkpoint in result.checkpoints):
         raise typer.Exit(1)
 
 
 def label_paths(paths: list[Path]) -> dict[str, Path]:
     """The shortest labels that tell the checkpoints apart: folder names, or whole paths."""
+    if len({path.resolve() for path in paths}) < len(paths):
+        raise P2QError("a checkpoint is given twice", got=", ".join(map(str, paths)))
     names = [path.resolve().name for path in paths]
     labels = names if len(set(names)) == len(names) else [str(path) for path in paths]
     return dict(zip(labels, paths, strict=True))
@@ -80,7 +89,15 @@ def label_paths(paths: list[Path]) -> dict[str, Path]:
 
 def this_command() -> str:
     """The command line, as it can be pasted."""
-    return shlex.join(["p2q", *sys.argv[1:]])
+    return shlex.join(["p2q", *sys.argv[1:]]).encode(errors="backslashreplace").decode()
+
+
+def require_utf8(path: Path) -> None:
+    """Refuse a path that cannot stand in a report or reach an engine."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        raise P2QError("the path is not text", file=path, expected="UTF-8") from error
 
 
 @contextlib.contextmanager
@@ -89,10 +106,10 @@ def stages(*, quiet: bool) -> Iterator[Callable[[str], None]]:
     if quiet:
         yield lambda _text: None
     elif not errors.is_terminal:
-        yield lambda text: errors.print(text, highlight=False)
+        yield lambda text: errors.print(Text(text))
     else:
         with errors.status("starting") as status:
-            yield lambda text: status.update(text)
+            yield lambda text: status.update(Text(text))
 
 
 def show(report: TokensReport) -> None:
@@ -106,7 +123,7 @@ def show(report: TokensReport) -> None:
     for checkpoint in report.checkpoints:
         for pair in checkpoint.comparisons:
             table.add_row(
-                checkpoint.label,
+                Text(checkpoint.label),
                 f"{pair.first}\n{pair.second}",
                 _ratio(pair.agreeing, len(pair.layers)),
                 f"{pair.differing_outputs:,} of {pair.outputs:,}",

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from p2q.cli.console import JsonOption, output, print_json
+from p2q.contract import CONTRACT_VERSION
 from p2q.inspection import Inspection, inspect
 
 
@@ -47,7 +48,10 @@ def _show(found: Inspection, layers: bool) -> None:
     facts.add_row("layers", f"{len(found.layers):,} quantized, {weights:,} weights, {scales:,} scales")
     facts.add_row("powers of two", f"{exact:,} of {scales:,} scales")
     facts.add_row("at the limit", f"{sum(layer.at_limit for layer in found.layers):,} weights at -128 or ±127")
-    if not broken:
+    if found.manifest is not None and found.manifest.contract != CONTRACT_VERSION:
+        rest = f": made for version {found.manifest.contract}, and this is version {CONTRACT_VERSION}"
+        facts.add_row("contract", Text.assemble(("does not hold", "red"), rest))
+    elif not broken:
         facts.add_row("contract", f"[green]holds[/] for all {len(found.layers)} layers")
     else:
         rest = f" for {len(broken)} of {len(found.layers)} layers; first {broken[0].name}: {broken[0].problem}"

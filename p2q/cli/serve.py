@@ -9,7 +9,7 @@ import typer
 
 from p2q.kernels import DEFAULT_KERNEL
 from p2q.machine import default_device
-from p2q.serve.launch import check_servable, launch
+from p2q.serve.launch import check_options, check_servable, launch
 
 
 def command(
@@ -23,5 +23,6 @@ def command(
 
     Example: p2q serve SmolLM2-W8A8-p2q --kernel p2q --port 8000 --max-model-len 2048
     """
+    check_options(context.args)
     check_servable(path, kernel, default_device())
     launch(path, kernel, context.args)

@@ -12,6 +12,7 @@ import importlib.util
 
 import torch
 
+from p2q.errors import EngineError
 from p2q.kernels.base import Kernel, Prepared
 
 
@@ -26,8 +27,10 @@ class OneDNN(Kernel):
             return reason
         if importlib.util.find_spec("vllm") is None:
             return "vLLM is not installed"
-        from p2q import vllm_api
-
+        try:
+            from p2q import vllm_api
+        except EngineError as error:
+            return str(error)
         return None if vllm_api.has_onednn() else "this vLLM build has no oneDNN int8 kernel"
 
     def prepare(self, q_w: torch.Tensor, s_w: torch.Tensor, out_dtype: torch.dtype) -> Prepared:

@@ -3,6 +3,7 @@
 import json
 import sys
 from collections import Counter
+from itertools import groupby
 
 
 def linear_methods(model):
@@ -15,17 +16,25 @@ def linear_methods(model):
     return found
 
 
+def first_scales(model):
+    """[scale, rows] of each run of equal scales in the first fused layer that p2q serves."""
+    module = next((module for module in model.modules() if hasattr(module, "p2q")), None)
+    values = module.weight_scale.flatten().tolist() if module else []
+    return [[value, len(list(run))] for value, run in groupby(values)]
+
+
 if __name__ == "__main__":
     request = json.load(sys.stdin)
     from vllm import LLM, SamplingParams
 
-    llm = LLM(request["model"], dtype="bfloat16", enforce_eager=True, max_model_len=1088, **request["options"])
+    llm = LLM(request["model"], **{"enforce_eager": True, **request["options"]}, dtype="bfloat16", max_model_len=1088)
     outputs = llm.generate(
         request["prompts"], SamplingParams(temperature=0, max_tokens=request["max_tokens"]), use_tqdm=False
     )
     answer = {
         "texts": [output.outputs[0].text for output in outputs],
         "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "scales": llm.apply_model(first_scales)[0],
         "methods": llm.apply_model(linear_methods)[0],
     }
     print("result: " + json.dumps(answer))

@@ -1,5 +1,6 @@
 """The plug-in in real vLLM: what it takes, what it leaves alone, what it refuses."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from p2q.eval.prompts import PROMPTS
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from p2q.kernels.probe import probe
@@ -75,6 +77,46 @@ def test_missing_tensors_are_refused_and_never_served_uninitialized(demo: Demo, 
     assert found is None
     assert "model.layers.5.self_attn.k_proj" in output
     assert "missing" in output
+
+
+def per_tensor(demo: Demo, target: Path) -> Path:
+    """The converted checkpoint with one scale a weight, the row's largest."""
+
+    def one_scale(tensors: dict[str, torch.Tensor]) -> None:
+        for name in [name for name in tensors if name.endswith(".weight_scale")]:
+            weight = name.removesuffix("_scale")
+            largest = tensors[name].max()
+            tensors[weight] = (tensors[weight] * (tensors[name] / largest)).round().to(torch.int8)
+            tensors[name] = largest.reshape(1)
+
+    folder = edited(demo, target, one_scale)
+    (folder / "p2q_manifest.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["strategy"] = "tensor"
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_fused_layers_with_one_scale_a_shard_keep_each_shards_scale(demo: Demo, tmp_path: Path) -> None:
+    folder = per_tensor(demo, tmp_path / "tensor")
+    found, output = run_llm(folder, PROMPTS[:1], max_tokens=8, quantization="p2q")
+    assert found is not None, output[-3000:]
+    assert found["methods"] == {"P2QLinearMethod p2q True": 120}
+    with safe_open(folder / "model.safetensors", framework="pt") as f:
+        names = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
+        expected = [
+            [f.get_tensor(f"{name}.weight_scale").item(), f.get_slice(f"{name}.weight").get_shape()[0]]
+            for name in names
+        ]
+    assert len({scale for scale, _ in expected}) > 1
+    assert found["scales"] == expected
+
+
+def test_engine_with_its_default_settings_compiles_around_the_layers(demo: Demo) -> None:
+    found, output = run_llm(demo.converted, PROMPTS[:1], enforce_eager=False)
+    assert found is not None, output[-3000:]
+    assert found["methods"] == {"P2QLinearMethod p2q True": 120}
+    assert found["texts"][0].startswith(" Paris")
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="needs an x86 CPU with AVX2")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from p2q.eval.prompts import PROMPTS
-from p2q.eval.report import write_report
+from p2q.eval.report import prepare_folder, write_report
 from p2q.eval.tokens import evaluate_tokens
 
 from p2q.convert import convert
@@ -30,6 +30,7 @@ def test_streams_and_layers_agree_after_conversion_on_cuda(tmp_path: Path) -> No
         max_tokens=64,
         command="pytest",
     )
+    prepare_folder(tmp_path / "report")
     write_report(report, tmp_path / "report")
     for checkpoint in report.checkpoints:
         pair = checkpoint.comparisons[0]
