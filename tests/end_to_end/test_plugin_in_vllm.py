@@ -104,10 +104,8 @@ def test_fused_layers_with_one_scale_a_shard_keep_each_shards_scale(demo: Demo, 
     assert found["methods"] == {"P2QLinearMethod p2q True": 120}
     with safe_open(folder / "model.safetensors", framework="pt") as f:
         names = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
-        expected = [
-            [f.get_tensor(f"{name}.weight_scale").item(), f.get_slice(f"{name}.weight").get_shape()[0]]
-            for name in names
-        ]
+        scales = [f.get_tensor(f"{name}.weight_scale").item() for name in names]
+        rows = [f.get_slice(f"{name}.weight").get_shape()[0] for name in names]
     merged: list[list[float]] = []
     for scale, count in zip(scales, rows, strict=True):
         if merged and merged[-1][0] == scale:
