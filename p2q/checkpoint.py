@@ -6,26 +6,42 @@ A checkpoint is a directory with `config.json` and safetensors files: `model.saf
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
 from p2q.errors import CheckpointError
-from p2q.manifest import MANIFEST_NAME
+from p2q.manifest import MANIFEST_NAME, digest_of_files, sha256_of
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".npz"}
-_COPY_BYTES = 1 << 22
+_BLOCK_BYTES = 1 << 22
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 
 
 @dataclass(frozen=True)
@@ -61,15 +77,23 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     others: list[str]
     skipped: list[str]
-    _handles: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def read(self, name: str) -> torch.Tensor:
-        """A tensor by name, mapped from its file."""
+        """A tensor by name. Read, not mapped: pages of a mapped file would count as this process's memory.
+
+        Raises:
+            CheckpointError: it cannot be read, or its dtype is none that weights and scales have.
+        """
         info = self.tensors[name]
-        if info.shard not in self._handles:
-            self._handles[info.shard] = safe_open(self.shards[info.shard].path, framework="pt")
-        tensor: torch.Tensor = self._handles[info.shard].get_tensor(name)
-        return tensor
+        if info.dtype not in _DTYPES:
+            raise CheckpointError(
+                "unknown dtype", file=self.file_of(name), tensor=name, expected=" or ".join(_DTYPES), got=info.dtype
+            )
+        with ShardReader(self.shards[info.shard]) as reader:
+            data = reader.read(info.start, info.end - info.start)
+        if not data.numel():  # which cannot be viewed as wider elements
+            return torch.empty(info.shape, dtype=_DTYPES[info.dtype])
+        return data.view(_DTYPES[info.dtype]).reshape(info.shape)
 
     def file_of(self, tensor: str) -> Path:
         """The shard that holds a tensor."""
@@ -205,7 +229,7 @@ def check_tied(checkpoint: Checkpoint) -> None:
     embeddings = [name for name in checkpoint.tensors if name.endswith("embed_tokens.weight")]
     if not checkpoint.config.get("tie_word_embeddings") or len(heads) != 1 or len(embeddings) != 1:
         return
-    if bytes_of(checkpoint.read(heads[0])) != bytes_of(checkpoint.read(embeddings[0])):
+    if digest_of_tensors(checkpoint, heads) != digest_of_tensors(checkpoint, embeddings):
         raise CheckpointError(
             "config.json ties the output head to the embeddings, but both are stored and differ",
             file=checkpoint.file_of(heads[0]),
@@ -260,6 +284,39 @@ def _kind(path: Path) -> str:
     return "a broken link" if path.is_symlink() and not path.exists() else "a pipe, socket or device"
 
 
+class ShardReader:
+    """A safetensors file, read at any offset of its data part. A context manager; `size` is that part's bytes."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self._file = os.open(shard.path, os.O_RDONLY)
+        self.size = os.fstat(self._file).st_size - len(shard.header)
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        os.close(self._file)
+
+    def read(self, offset: int, size: int) -> torch.Tensor:
+        """Bytes at an offset of the data part: (size,) int8. Raises CheckpointError where the file ends before."""
+        data = np.empty(size, np.int8)
+        position = 0
+        while position < size:
+            got = os.preadv(self._file, [data[position:].data], len(self.shard.header) + offset + position)
+            if not got:
+                raise CheckpointError("the file ends early", file=self.shard.path)
+            position += got
+        return torch.from_numpy(data)
+
+    def blocks(self, start: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The bytes from start to end in blocks with their offsets."""
+        for offset in range(start, end, _BLOCK_BYTES):
+            yield offset, self.read(offset, min(_BLOCK_BYTES, end - offset))
+
+
 class ShardWriter:
     """A safetensors file of known header, written at any offset in any order. A context manager."""
 
@@ -288,15 +345,9 @@ class ShardWriter:
 
     def copy(self, offset: int, shard: Shard, info: TensorInfo) -> None:
         """Copy a tensor's bytes from its shard to an offset of the data part."""
-        position, end = len(shard.header) + info.start, len(shard.header) + info.end
-        with shard.path.open("rb") as f:
-            f.seek(position)
-            while position < end:
-                block = f.read(min(_COPY_BYTES, end - position))
-                if not block:
-                    raise CheckpointError("the file ends early", file=shard.path)
-                self.write(offset, block)
-                position, offset = position + len(block), offset + len(block)
+        with ShardReader(shard) as reader:
+            for start, block in reader.blocks(info.start, info.end):
+                self.write(offset + start - info.start, bytes_of(block))
 
 
 def _write_all(file: int, data: bytes | memoryview, offset: int) -> None:
@@ -341,6 +392,23 @@ def lay_out(entries: dict[str, tuple[str, tuple[int, ...], int]], metadata: dict
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes, little-endian, row by row."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def digest_of_tensors(checkpoint: Checkpoint, names: Iterable[str]) -> str:
+    """SHA-256 of the bytes of tensors, one after the other."""
+    digest = hashlib.sha256()
+    for name in names:
+        info = checkpoint.tensors[name]
+        with ShardReader(checkpoint.shards[info.shard]) as reader:
+            for _, block in reader.blocks(info.start, info.end):
+                digest.update(bytes_of(block))
+    return digest.hexdigest()
+
+
+def header_digest(checkpoint: Checkpoint) -> str:
+    """SHA-256 of what a checkpoint says of itself: the headers of its shards, and config.json."""
+    headers = {name: hashlib.sha256(shard.header).hexdigest() for name, shard in checkpoint.shards.items()}
+    return digest_of_files({**headers, "config.json": sha256_of(checkpoint.path / "config.json")})
 
 
 def copy_others(checkpoint: Checkpoint, target: Path) -> None:

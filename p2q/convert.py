@@ -6,44 +6,61 @@ and their scales are copied as they are.
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 import p2q
-from p2q.checkpoint import Checkpoint, ShardWriter, bytes_of, check_tied, copy_others, open_checkpoint
+from p2q.checkpoint import Checkpoint, check_tied, copy_others, header_digest, open_checkpoint
 from p2q.contract import CONTRACT_VERSION, exponent_bounds
-from p2q.errors import ScaleError
-from p2q.manifest import MANIFEST_NAME, Manifest, TensorRecord, digest_of_files, read_manifest, sha256_of
-from p2q.scales import (
-    Requantized,
-    Rule,
-    check_exponents,
-    check_scale,
-    exponent_of,
-    is_power_of_two,
-    power_of_two,
-    requantize,
-)
+from p2q.errors import P2QError, ScaleError, TargetError
+from p2q.manifest import MANIFEST_NAME, Manifest, ShardRecord, digest_of_files, read_manifest, sha256_of
+from p2q.originals import Originals
+from p2q.requantize import requantizer_on
+from p2q.scales import Rule, exponent_of, is_power_of_two
 from p2q.scheme import Layer, check_length, quantized_layers
-from p2q.target import check_target, new_directory
+from p2q.shards import Plan, convert_shard, input_exponent, others_digest
+from p2q.target import check_target
+from p2q.unfinished import Job, Unfinished, unfinished
 
-Progress = Callable[[str, int, int], None]
-"""Called with (layer name, layers done, layers in all)."""
+Progress = Callable[[int, int], None]
+"""Called with (bytes of shards done, bytes in all), from any thread, one call at a time."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which shards a run converts: the number-th of `count` parts, or none, to finish what the parts have made."""
+
+    number: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.number}-of-{self.count}"
+
+
+FINISH = Part(0, 0)
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did. `changed` is False where the source already had power-of-two scales."""
+    """What a conversion did.
 
-    manifest: Manifest
+    manifest: None for a part. changed: False where the source already had power-of-two scales. skipped: files left out.
+    shards: how many this run converted. kept: how many an earlier run had finished, which were verified.
+    """
+
+    manifest: Manifest | None
     changed: bool
     skipped: list[str]
+    shards: int
+    kept: int
 
 
 def convert(
@@ -51,124 +68,210 @@ def convert(
     target: Path,
     *,
     rule: Rule = "mse",
+    input_scales: bool = False,
+    from_weights: Path | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
+    part: Part | None = None,
+    workers: int | None = None,
+    device: str = "cpu",
     progress: Progress | None = None,
 ) -> Conversion:
     """Convert a checkpoint directory; the target is complete or untouched.
+
+    A conversion that was stopped keeps its finished shards beside the target; the next call verifies and uses them.
 
     Args:
         source: a compressed-tensors int-quantized W8A8 checkpoint.
         target: the directory to make.
         rule: how each scale's exponent is chosen.
-        overwrite: replace an existing checkpoint, and copy a source that is already converted.
+        input_scales: make static activation scales powers of two as well (the next larger ones).
+        from_weights: a checkpoint with the original weights, to requantize from those.
+        overwrite: replace an existing checkpoint, copy a source that is already converted, throw away an unfinished
+            conversion with other options.
         dry_run: check and compute everything, write nothing. `files` of the manifest is then empty.
-        progress: told of each finished layer.
+        part: convert only a part of the shards, or finish.
+        workers: threads, each on a shard of its own; by default one a core.
+        device: where weights are requantized. The result is the same.
+        progress: told of bytes done.
 
     Raises:
         CheckpointError, SchemeError, ScaleError: the source is not a checkpoint that can be converted.
-        TargetError: the target cannot be written.
+        TargetError: the target cannot be written, or parts of it are missing.
     """
     checkpoint = open_checkpoint(source)
     layers = quantized_layers(checkpoint)
     check_tied(checkpoint)
     check_target(target, source=source, overwrite=overwrite)
+    originals = Originals(from_weights, checkpoint, layers) if from_weights is not None else None
+    plan = Plan(checkpoint, layers, rule, requantizer_on(device), input_scales, originals)
     for layer in layers:
         check_length(checkpoint, layer)
-        _scale(checkpoint, layer)
-    converted = all(_is_converted(checkpoint, layer) for layer in layers)
+        plan.scale_of(layer)
+        if layer.input_scale is not None:
+            file = str(checkpoint.file_of(layer.input_scale))
+            input_exponent(checkpoint.read(layer.input_scale), file=file, tensor=layer.input_scale)
+    converted = originals is None and all(_is_converted(plan, layer) for layer in layers)
     if converted and not overwrite:
         raise ScaleError(
             "every scale is already a power of two; there is nothing to convert",
             file=source,
             hint="Give --overwrite to copy it unchanged",
         )
+    run = _Run(plan, progress, workers)
+    if dry_run:
+        records = run.over(checkpoint.shards, lambda plan, shard: convert_shard(plan, shard, None))
+        return Conversion(_manifest(plan, records, {}), not converted, checkpoint.skipped, len(records), 0)
     # A source that p2q converted keeps its manifest, so that converting twice changes no byte.
     kept = read_manifest(source) if converted else None
-    if dry_run:
-        records = _requantize_all(checkpoint, layers, rule, None, progress)
-        return Conversion(_manifest(checkpoint, rule, records, {}), not converted, checkpoint.skipped)
-    with new_directory(target, source=source, overwrite=overwrite) as work:
-        with ExitStack() as stack:
-            writers = _start_shards(checkpoint, layers, work, stack)
-            records = _requantize_all(checkpoint, layers, rule, writers, progress)
-        copy_others(checkpoint, work)
-        files = {name: sha256_of(work / name) for name in checkpoint.files()}
-        manifest = kept if kept and kept.files == files else _manifest(checkpoint, rule, records, files)
-        (work / MANIFEST_NAME).write_text(manifest.dump(), encoding="utf-8")
-    return Conversion(manifest, not converted, checkpoint.skipped)
+    with unfinished(
+        target, source=source, overwrite=overwrite, part=None if part in (None, FINISH) else str(part)
+    ) as work:
+        job = _job(plan)
+        if part not in (None, FINISH):
+            job["parts"] = part.count
+        work.start(job, again=overwrite)
+        names = sorted(checkpoint.shards)
+        mine = names if part in (None, FINISH) else names[part.number - 1 :: part.count]
+        done = run.verified(work, mine)
+        missing = [name for name in mine if name not in done]
+        _check_space(checkpoint, missing, work.folder)
+        if part == FINISH and missing:
+            raise TargetError(
+                "parts are missing", file=work.folder, expected=f"{len(names)} shards", got=f"not {', '.join(missing)}"
+            )
+        made = run.over(missing, lambda plan, shard: work.convert(shard, lambda path: convert_shard(plan, shard, path)))
+        manifest = None
+        if part in (None, FINISH):
+            manifest = _finish(plan, {**done, **made}, work.tree, kept)
+            work.put_in_place(overwrite=overwrite)
+    return Conversion(manifest, not converted, checkpoint.skipped, len(made), len(done))
 
 
-def _scale(checkpoint: Checkpoint, layer: Layer) -> torch.Tensor:
-    """A layer's scales, checked: (N,) or (1,) float64."""
-    weight, scale = checkpoint.read(layer.weight), checkpoint.read(layer.scale)
-    return check_scale(weight, scale, file=str(checkpoint.file_of(layer.scale)), tensor=layer.scale)
+def _check_space(checkpoint: Checkpoint, shards: list[str], folder: Path) -> None:
+    """Find a disk that is too small at once, and not after an hour."""
+    if sum(checkpoint.shards[name].path.stat().st_size for name in shards) > shutil.disk_usage(folder).free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
-def _is_converted(checkpoint: Checkpoint, layer: Layer) -> bool:
+def _finish(plan: Plan, records: dict[str, ShardRecord], tree: Path, kept: Manifest | None) -> Manifest:
+    """Write all that is not a shard."""
+    checkpoint = plan.checkpoint
+    for path in tree.iterdir():  # left by a run that was stopped here, from a source that may have had other files
+        if path.name not in records:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    copy_others(checkpoint, tree)
+    files = {name: sha256_of(tree / name) for name in checkpoint.others}
+    files |= {name: record.target for name, record in records.items()}
+    manifest = kept if kept and kept.files == files else _manifest(plan, records, dict(sorted(files.items())))
+    (tree / MANIFEST_NAME).write_text(manifest.dump(), encoding="utf-8")
+    return manifest
+
+
+def _is_converted(plan: Plan, layer: Layer) -> bool:
     """Whether every scale is a power of two in the proven range already."""
-    scale = checkpoint.read(layer.scale)
-    low, high = exponent_bounds(checkpoint.tensors[layer.weight].shape[1])
+    scale = plan.checkpoint.read(layer.scale)
+    low, high = exponent_bounds(plan.checkpoint.tensors[layer.weight].shape[-1])
     if not is_power_of_two(scale).all():
+        return False
+    if plan.input_scales and layer.input_scale and not is_power_of_two(plan.checkpoint.read(layer.input_scale)).all():
         return False
     exponents = exponent_of(scale)
     return bool(((exponents >= low) & (exponents <= high)).all())
 
 
-def _start_shards(checkpoint: Checkpoint, layers: list[Layer], work: Path, stack: ExitStack) -> dict[str, ShardWriter]:
-    """A writer for each shard, holding already every tensor that does not change."""
-    rewritten = {tensor for layer in layers for tensor in (layer.weight, layer.scale)}
-    writers = {}
-    for name, shard in checkpoint.shards.items():
-        size = shard.path.stat().st_size - len(shard.header)
-        writers[name] = stack.enter_context(ShardWriter(work / name, shard.header, size))
-    for tensor, info in checkpoint.tensors.items():
-        if tensor not in rewritten:
-            writers[info.shard].copy(info.start, checkpoint.shards[info.shard], info)
-    return writers
+class _Run:
+    """Work on several shards side by side, and what of it is done."""
+
+    def __init__(self, plan: Plan, progress: Progress | None, workers: int | None) -> None:
+        self._plan = replace(plan, progress=self._count)
+        self._progress = progress
+        self._workers = workers or len(os.sched_getaffinity(0))
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._done, self._total = 0, sum(_data_bytes(plan.checkpoint, name) for name in plan.checkpoint.shards)
+
+    def over(self, shards: Iterable[str], work: Callable[[Plan, str], ShardRecord]) -> dict[str, ShardRecord]:
+        """Work on shards, in threads. What one raises stops the others."""
+        names = list(shards)
+        if min(self._workers, len(names)) <= 1:
+            return {name: work(self._plan, name) for name in names}
+        with ThreadPoolExecutor(
+            min(self._workers, len(names)), initializer=torch.set_num_threads, initargs=(1,)
+        ) as pool:
+            jobs = {name: pool.submit(work, self._plan, name) for name in names}
+            try:
+                for job in wait(jobs.values(), return_when=FIRST_EXCEPTION).done:
+                    job.result()
+            except BaseException:
+                self._stop.set()
+                pool.shutdown(cancel_futures=True)
+                raise
+        return {name: job.result() for name, job in jobs.items()}
+
+    def verified(self, work: Unfinished, names: list[str]) -> dict[str, ShardRecord]:
+        """The shards of an earlier run whose file, and all that went into it, is still what it was."""
+        there = work.finished()
+        checked = self.over(
+            [name for name in names if name in there], lambda plan, name: self._verify(work, name, there[name])
+        )
+        return {name: record for name, record in checked.items() if record == there[name]}
+
+    def _verify(self, work: Unfinished, name: str, record: ShardRecord) -> ShardRecord:
+        path = work.tree / name
+        if others_digest(self._plan, name) != record.others:
+            return record.model_copy(update={"others": "changed"})
+        source, target = sha256_of(self._plan.checkpoint.shards[name].path), sha256_of(path)
+        if (source, target) == (record.source, record.target):
+            self._count(_data_bytes(self._plan.checkpoint, name))
+        return record.model_copy(update={"source": source, "target": target})
+
+    def _count(self, size: int) -> None:
+        if self._stop.is_set():
+            raise _Stopped
+        with self._lock:
+            self._done += size
+            if self._progress is not None:
+                self._progress(self._done, self._total)
 
 
-def _requantize_all(
-    checkpoint: Checkpoint,
-    layers: list[Layer],
-    rule: Rule,
-    writers: dict[str, ShardWriter] | None,
-    progress: Progress | None,
-) -> dict[str, TensorRecord]:
-    records = {}
-    for done, layer in enumerate(layers, 1):
-        weight, scale = checkpoint.read(layer.weight), checkpoint.read(layer.scale)
-        result = requantize(weight, _scale(checkpoint, layer), rule)
-        file = str(checkpoint.file_of(layer.scale))
-        check_exponents(result.exponents, weight.shape[1], scale.dtype, file=file, tensor=layer.scale)
-        if writers is not None:
-            for name, values in ((layer.weight, result.weight), (layer.scale, power_of_two(result.exponents, scale))):
-                info = checkpoint.tensors[name]
-                writers[info.shard].write(info.start, bytes_of(values))
-        records[layer.weight] = record_of(result)
-        if progress is not None:
-            progress(layer.name, done, len(layers))
-    return records
+class _Stopped(P2QError):
+    """Another thread has failed, and its error is the one to tell."""
+
+    def __init__(self) -> None:
+        super().__init__("stopped")
 
 
-def record_of(result: Requantized) -> TensorRecord:
-    """The manifest's record of a requantized weight."""
-    rows, columns = result.weight.shape
-    return TensorRecord(
-        shape=(rows, columns),
-        exponents=dict(sorted(Counter(result.exponents.tolist()).items())),
-        clipped=result.clipped,
-        relative_error=math.sqrt(result.squared_error / result.squared_norm) if result.squared_norm else 0.0,
-    )
+def _data_bytes(checkpoint: Checkpoint, shard: str) -> int:
+    found = checkpoint.shards[shard]
+    return found.path.stat().st_size - len(found.header)
 
 
-def _manifest(checkpoint: Checkpoint, rule: str, records: dict[str, TensorRecord], files: dict[str, str]) -> Manifest:
-    source = {name: sha256_of(checkpoint.path / name) for name in checkpoint.files()}
+def _job(plan: Plan) -> Job:
+    """What makes one conversion differ from another: options, and the headers and configuration of the source."""
+    checkpoints = [plan.checkpoint, *([plan.originals.checkpoint] if plan.originals else [])]
+    return {
+        "made_by": f"p2q {p2q.__version__}",
+        "contract": CONTRACT_VERSION,
+        "rule": plan.rule,
+        "input_scales": plan.input_scales,
+        "source": [header_digest(checkpoint) for checkpoint in checkpoints],
+    }
+
+
+def _manifest(plan: Plan, records: dict[str, ShardRecord], files: dict[str, str]) -> Manifest:
+    checkpoint = plan.checkpoint
+    source = {name: sha256_of(checkpoint.path / name) for name in checkpoint.others}
+    source |= {name: record.source for name, record in records.items()}
+    tensors = {tensor: record for shard in records.values() for tensor, record in shard.tensors.items()}
+    inputs = {tensor: k for shard in records.values() for tensor, k in shard.input_scales.items()}
+    originals = {name: record.others.split()[-1] for name, record in records.items()}
     return Manifest(
         contract=CONTRACT_VERSION,
         made_by=f"p2q {p2q.__version__}",
-        rule=rule,
+        rule=plan.rule,
         source_digest=digest_of_files(source),
-        tensors=records,
+        weights_digest=digest_of_files(originals) if plan.originals else None,
+        tensors=dict(sorted(tensors.items())),
+        input_scales=dict(sorted(inputs.items())),
         files=files,
     )

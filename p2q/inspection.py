@@ -13,7 +13,7 @@ from p2q.checkpoint import Checkpoint, open_checkpoint
 from p2q.contract import CONTRACT_VERSION, MAX_K
 from p2q.errors import ScaleError
 from p2q.manifest import Manifest, changed_files, read_manifest
-from p2q.scales import check_exponents, check_scale, decompose, exponent_of, is_power_of_two
+from p2q.scales import check_exponents, check_input_scale, check_scale, decompose, exponent_of, is_power_of_two
 from p2q.scheme import Layer, describe, quantized_layers, read_quantization_config
 
 
@@ -24,7 +24,7 @@ class LayerReport(BaseModel):
     """
 
     name: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     scale_dtype: str
     scale_shape: tuple[int, ...]
     power_of_two: int
@@ -88,15 +88,17 @@ def _inspect_layer(checkpoint: Checkpoint, layer: Layer) -> LayerReport:
         exact, floor = is_power_of_two(scale.reshape(-1)), decompose(values)[1]
         if not exact.all():
             problem = f"{int((~exact).sum())} of {exact.numel()} scales are not powers of two"
-        elif weight.shape[1] > MAX_K:
-            problem = f"K = {weight.shape[1]} is past {MAX_K}"
+        elif weight.shape[-1] > MAX_K:
+            problem = f"K = {weight.shape[-1]} is past {MAX_K}"
         else:
-            check_exponents(exponent_of(scale), weight.shape[1], scale.dtype, file=file, tensor=layer.scale)
+            check_exponents(exponent_of(scale), weight.shape[-1], scale.dtype, file=file, tensor=layer.scale)
+        if layer.input_scale is not None:
+            check_input_scale(checkpoint.read(layer.input_scale), file=file, tensor=layer.input_scale)
     except ScaleError as error:
         problem = str(error)
     return LayerReport(
         name=layer.name,
-        shape=(weight.shape[0], weight.shape[1]),
+        shape=tuple(weight.shape),
         scale_dtype=str(scale.dtype).removeprefix("torch."),
         scale_shape=tuple(scale.shape),
         power_of_two=int(exact.sum()),

@@ -13,7 +13,6 @@ from p2q.errors import CheckpointError, ContractError
 
 MANIFEST_NAME = "p2q_manifest.json"
 MANIFEST_FORMAT = 1
-_READ_BYTES = 1 << 22
 
 
 class TensorRecord(BaseModel):
@@ -25,14 +24,34 @@ class TensorRecord(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     exponents: dict[int, int]
     clipped: int
     relative_error: float
 
 
+class ShardRecord(BaseModel):
+    """What converting one shard gave.
+
+    `source`, `target`: SHA-256 of the two files. `others`: of tensors elsewhere that went into it. `tensors`: its
+    weights. `input_scales`: exponents of the activation scales in it that were rewritten.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    source: str
+    target: str
+    others: str
+    tensors: dict[str, TensorRecord]
+    input_scales: dict[str, int]
+
+
 class Manifest(BaseModel):
-    """The manifest. It holds no time, host or path, so that the same source and options give the same bytes."""
+    """The manifest. It holds no time, host or path, so that the same source and options give the same bytes.
+
+    `source_digest`: of the source's files. `weights_digest`: of the original weights, where they were requantized.
+    `input_scales`: {tensor: exponent} of static activation scales that were rewritten.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -41,7 +60,9 @@ class Manifest(BaseModel):
     made_by: str
     rule: str
     source_digest: str
+    weights_digest: str | None = None
     tensors: dict[str, TensorRecord]
+    input_scales: dict[str, int] = {}
     files: dict[str, str]
 
     def dump(self) -> str:
@@ -63,11 +84,8 @@ def digest_of_files(files: dict[str, str]) -> str:
 
 def sha256_of(path: Path) -> str:
     """SHA-256 of a file, read in blocks."""
-    digest = hashlib.sha256()
     with path.open("rb") as f:
-        while block := f.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(f, "sha256").hexdigest()
 
 
 def read_manifest(directory: Path) -> Manifest | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,26 +29,19 @@ from p2q.checkpoint import (
     open_checkpoint,
 )
 from p2q.contract import CONTRACT_VERSION, Q_MAX
-from p2q.convert import Progress, record_of
 from p2q.errors import CheckpointError, ScaleError, SchemeError
 from p2q.manifest import MANIFEST_NAME, Manifest, TensorRecord, digest_of_files, sha256_of
-from p2q.scales import (
-    Requantized,
-    WideSum,
-    as_float,
-    check_exponents,
-    choose_smaller,
-    exponent_of,
-    is_power_of_two,
-    power_of_two,
-    sum_of_squares,
-)
+from p2q.rounding import error_at, round_to_int8
+from p2q.scales import Figures, check_exponents, choose_smaller, exponent_of, is_power_of_two, power_of_two
 from p2q.scheme import Layer, check_length, method_of, raw_quantization
+from p2q.shards import record_of
 from p2q.target import check_target, new_directory
+
+Progress = Callable[[str, int, int], None]
+"""Called with (layer name, layers done, layers in all)."""
 
 Scales = Literal["absmax", "power-of-two"]
 _FLOATING = {"F32", "F16", "BF16"}
-_ERROR_BITS = 20
 _CHUNK_ELEMENTS = 1 << 20
 
 
@@ -80,7 +74,7 @@ def quantize(
     """
     checkpoint = open_checkpoint(source)
     names, head = linear_layers(checkpoint)
-    layers = [Layer(name) for name in names]
+    layers = [Layer.linear(name) for name in names]
     check_tied(checkpoint)
     check_target(target, source=source, overwrite=overwrite)
     if scales == "power-of-two":
@@ -102,10 +96,10 @@ def quantize(
             for done, layer in enumerate(layers, 1):
                 shard, file = checkpoint.tensors[layer.weight].shard, str(checkpoint.file_of(layer.weight))
                 weight = checkpoint.read(layer.weight)
-                result, scale = quantize_weight(weight, scales, file=file, tensor=layer.weight)
-                for tensor, values in ((layer.weight, result.weight), (layer.scale, scale)):
+                levels, scale, figures = quantize_weight(weight, scales, file=file, tensor=layer.weight)
+                for tensor, values in ((layer.weight, levels), (layer.scale, scale)):
                     writers[shard].write(layouts[shard].offsets[tensor], bytes_of(values))
-                records[layer.weight] = record_of(result)
+                records[layer.weight] = record_of(weight.shape, figures)
                 if progress is not None:
                     progress(layer.name, done, len(layers))
         copy_others(checkpoint, work)
@@ -143,7 +137,7 @@ def linear_layers(checkpoint: Checkpoint) -> tuple[list[str], str | None]:
     linear = {name: module for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
     names = sorted(name for name, module in linear.items() if module is not head)
     for name in names:
-        _check_linear(checkpoint, Layer(name), tuple(linear[name].weight.shape))
+        _check_linear(checkpoint, Layer.linear(name), tuple(linear[name].weight.shape))
     if not names:
         raise CheckpointError("the model has no linear layers to quantize", file=file)
     for tensor, info in sorted(checkpoint.tensors.items()):
@@ -192,7 +186,7 @@ def _check_linear(checkpoint: Checkpoint, layer: Layer, shape: tuple[int, ...]) 
 
 def quantize_weight(
     weight: torch.Tensor, scales: Scales, *, file: str, tensor: str
-) -> tuple[Requantized, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, Figures]:
     """Round a weight to int8 with one scale a row.
 
     Args:
@@ -200,7 +194,7 @@ def quantize_weight(
         scales: see `quantize`.
 
     Returns:
-        the int8 weight with its figures, and the scales (N, 1) float32. A row of zeros gets scale 1.
+        the weight (N, K) int8, the scales (N, 1) float32 and the figures. A row of zeros gets scale 1.
 
     Raises:
         ScaleError: see `quantize`.
@@ -223,21 +217,16 @@ def quantize_weight(
     step = max(1, _CHUNK_ELEMENTS // weight.shape[1])
     for start in range(0, weight.shape[0], step):
         rows = slice(start, start + step)
-        values = weight[rows].to(torch.float32)
-        scale[rows] = _row_scales(values, scales)
-        rounded = (values / scale[rows]).round()
-        levels[rows] = rounded.clamp(-128, 127).to(torch.int8)
-        clipped += int((rounded != levels[rows]).sum())
-        exact = values.to(torch.float64)
-        error = levels[rows].to(torch.float64) * scale[rows].to(torch.float64) - exact
-        # In whole units of 2^(floor(log2 scale) - 20), so that the sums depend on neither order nor thread count.
-        unit = torch.ldexp(torch.ones_like(exact[:, :1]), exponent_of(scale[rows]).reshape(-1, 1) - _ERROR_BITS)
-        for numbers, sums in ((error, errors), (exact, norms)):
-            sums += as_float(sum_of_squares((numbers / unit).round()), unit.reshape(-1) ** 2)
+        scale[rows] = _row_scales(weight[rows].to(torch.float32), scales)
+        rounded = round_to_int8(weight[rows], scale[rows])
+        levels[rows] = rounded.levels
+        clipped += rounded.clipped
+        errors += rounded.errors
+        norms += rounded.norms
     exponents = exponent_of(scale)
     if scales == "power-of-two":
         check_exponents(exponents, weight.shape[1], torch.float32, file=file, tensor=tensor)
-    return Requantized(levels, exponents, clipped, math.fsum(errors), math.fsum(norms)), scale
+    return levels, scale, Figures(exponents, clipped, math.fsum(errors), math.fsum(norms))
 
 
 def _row_scales(values: torch.Tensor, scales: Scales) -> torch.Tensor:
@@ -248,20 +237,10 @@ def _row_scales(values: torch.Tensor, scales: Scales) -> torch.Tensor:
     scale = scale.clamp_min(torch.finfo(torch.float32).tiny)
     if scales == "absmax":
         return scale
-    return power_of_two(_smaller_error(values, exponent_of(scale), is_power_of_two(scale).reshape(-1)), scale)
-
-
-def _smaller_error(values: torch.Tensor, floor: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Of floor and floor + 1 the exponent with the smaller squared error of the row; floor where `exact`."""
-    ceil = torch.where(exact, floor, floor + 1)
-
-    def error(exponents: torch.Tensor) -> WideSum:
-        # In units of 2^(floor - 20), rounded to integers, so that the sum does not depend on its order.
-        level = torch.ldexp(values.to(torch.float64), -exponents.reshape(-1, 1))
-        unit = torch.ldexp(torch.ones_like(level[:, :1]), (exponents - floor + _ERROR_BITS).reshape(-1, 1))
-        return sum_of_squares(((level - level.round().clamp(-128, 127)) * unit).round())
-
-    return choose_smaller(floor, ceil, error(floor), error(ceil))
+    floor = exponent_of(scale)
+    ceil = torch.where(is_power_of_two(scale).reshape(-1), floor, floor + 1)
+    small, large = (error_at(values, floor, exponents) for exponents in (floor, ceil))
+    return power_of_two(choose_smaller(floor, ceil, small, large), scale)
 
 
 def _lay_out_shard(checkpoint: Checkpoint, shard: str, layers: list[Layer]) -> Layout:

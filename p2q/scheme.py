@@ -6,7 +6,7 @@ The configuration is parsed and its targets are matched by compressed-tensors, t
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from p2q.checkpoint import Checkpoint
@@ -17,49 +17,53 @@ if TYPE_CHECKING:  # compressed-tensors imports transformers, which takes second
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
 WEIGHT = ".weight"
-SCALE = ".weight_scale"
-ZERO_POINT = ".weight_zero_point"
 SUPPORTED = (
     "compressed-tensors int-quantized W8A8: symmetric int8 weights per channel or per tensor, "
-    "symmetric dynamic per-token int8 activations"
+    "symmetric int8 activations, dynamic per token or static per tensor"
 )
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A quantized linear layer: its module name, and the tensors that hold its int8 weight and its scale."""
+    """A quantized linear layer, or all experts of a layer in one tensor.
+
+    name: of the module. weight: of its int8 tensor, (N, K) or (experts, N, K). scale: of the weight's scales.
+    input_scale: of the activations' one scale where they are static.
+    """
 
     name: str
+    weight: str
+    scale: str
+    input_scale: str | None = None
 
-    @property
-    def weight(self) -> str:
-        return self.name + WEIGHT
-
-    @property
-    def scale(self) -> str:
-        return self.name + SCALE
+    @classmethod
+    def linear(cls, name: str) -> Layer:
+        """A linear layer under its usual names."""
+        return cls(name, f"{name}.weight", f"{name}.weight_scale")
 
 
 def quantized_layers(checkpoint: Checkpoint) -> list[Layer]:
     """The W8A8 layers of a checkpoint, in the order of their names.
 
     Raises:
-        SchemeError: the checkpoint is not quantized, or by a scheme that p2q does not convert: it is named.
-        ScaleError: an int8 weight without a scale.
+        SchemeError: the checkpoint is not quantized, or by a scheme that p2q does not convert: it is named, with the
+            layer where there is one.
+        ScaleError: an int8 weight, or a layer with static activations, without a scale.
         CheckpointError: a scale without a weight, or int8 weights in a layer that the configuration does not target.
     """
     config = read_quantization_config(checkpoint.config, str(checkpoint.path / "config.json"))
-    int8 = sorted(name for name, info in checkpoint.tensors.items() if info.dtype == "I8")
-    layers = [Layer(name.removesuffix(WEIGHT)) for name in int8 if name.endswith(WEIGHT)]
+    groups = _Groups(checkpoint, config)
+    layers = []
+    for name in sorted(checkpoint.tensors):
+        if checkpoint.tensors[name].dtype == "I8" and (layer := _layer_of(checkpoint, name)):
+            layers.append(_checked(checkpoint, layer, groups))
     if not layers:
         raise SchemeError(
             "no int8 weights in a checkpoint whose configuration says W8A8", file=checkpoint.path, expected=SUPPORTED
         )
-    for layer in layers:
-        _check_layer(checkpoint, layer, config)
     scales = {layer.scale for layer in layers}
     for name in sorted(checkpoint.tensors):
-        if name.endswith(SCALE) and name not in scales:
+        if name.endswith("weight_scale") and name not in scales:
             weight = name.removesuffix("_scale")
             got = checkpoint.tensors[weight].dtype if weight in checkpoint.tensors else "none"
             raise CheckpointError(
@@ -69,47 +73,53 @@ def quantized_layers(checkpoint: Checkpoint) -> list[Layer]:
                 expected=f"{weight} in I8",
                 got=got,
             )
-    for name in int8:
-        if not name.endswith(WEIGHT) and f"{name}_scale" in checkpoint.tensors:
-            raise SchemeError(
-                "int8 weights that are not a linear layer's",
-                file=checkpoint.file_of(name),
-                tensor=name,
-                expected=f"a name that ends in {WEIGHT}",
-            )
     return layers
 
 
-def _check_layer(checkpoint: Checkpoint, layer: Layer, config: QuantizationConfig) -> None:
-    info, where = checkpoint.tensors[layer.weight], checkpoint.file_of(layer.weight)
-    if len(info.shape) != 2 or 0 in info.shape:
+def _layer_of(checkpoint: Checkpoint, weight: str) -> Layer | None:
+    """The layer whose weight an int8 tensor is; None where it is none (a zero point, or anything without scales)."""
+    info = checkpoint.tensors[weight]
+    if weight.endswith(WEIGHT):
+        return Layer.linear(weight.removesuffix(WEIGHT))
+    # Experts in one tensor are parameters of a module: gate_up_proj and gate_up_proj_scale, or ..._weight_scale.
+    scale = next((name for name in (f"{weight}_scale", f"{weight}_weight_scale") if name in checkpoint.tensors), None)
+    if scale is None:
+        return None
+    if len(info.shape) != 3:
         raise SchemeError(
-            "not a linear layer", file=where, tensor=layer.weight, expected="a shape [N, K]", got=str(list(info.shape))
+            "int8 weights that are not a linear layer's",
+            file=checkpoint.file_of(weight),
+            tensor=weight,
+            expected=f"a name that ends in {WEIGHT}, or the shape [experts, N, K]",
+            got=str(list(info.shape)),
+        )
+    return Layer(weight, weight, scale)
+
+
+def _checked(checkpoint: Checkpoint, layer: Layer, groups: _Groups) -> Layer:
+    """The layer with the name of its static input scale, or an error that names it."""
+    info, where = checkpoint.tensors[layer.weight], checkpoint.file_of(layer.weight)
+    if len(info.shape) not in (2, 3) or 0 in info.shape:
+        raise SchemeError(
+            "not a linear layer",
+            file=where,
+            tensor=layer.weight,
+            expected="a shape [N, K] or [experts, N, K]",
+            got=str(list(info.shape)),
         )
     if layer.scale not in checkpoint.tensors:
         raise ScaleError(
             "missing scale", file=where, tensor=layer.weight, expected=f"a tensor {layer.scale}", got="none"
         )
-    ignored = [pattern for pattern in config.ignore or [] if _matches(checkpoint, layer, pattern)]
-    if ignored:
-        raise CheckpointError(
-            "int8 weights in a layer that the quantization configuration ignores",
-            file=where,
-            tensor=layer.weight,
-            expected="a floating dtype",
-            got=f'I8, and "{ignored[0]}" in ignore',
+    group = groups.of(layer)
+    inputs = group.input_activations
+    if inputs is None or not inputs.symmetric:
+        # Engines compute the zero point's term each in its own way (some in int32, some in floating point), so that no
+        # weight scale makes them agree.
+        raise SchemeError(
+            "asymmetric activations", file=where, tensor=layer.weight, expected=SUPPORTED, got=describe(group)
         )
-    targets = [target for scheme in config.config_groups.values() for target in scheme.targets]
-    # Names of classes, as "Linear", take the model's code to match; names of layers and patterns do not.
-    classes = any(not target.startswith("re:") and target.isidentifier() for target in targets)
-    if not classes and not any(_matches(checkpoint, layer, target) for target in targets):
-        raise CheckpointError(
-            "int8 weights in a layer that the quantization configuration does not target",
-            file=where,
-            tensor=layer.weight,
-            expected=f"a match of {' or '.join(targets) or 'nothing'}",
-        )
-    zero_point = layer.name + ZERO_POINT
+    zero_point = f"{layer.weight}_zero_point"
     if zero_point in checkpoint.tensors and bool(checkpoint.read(zero_point).any()):
         raise SchemeError(
             "asymmetric weights",
@@ -118,6 +128,60 @@ def _check_layer(checkpoint: Checkpoint, layer: Layer, config: QuantizationConfi
             expected="zeros, for symmetric weights",
             got="others",
         )
+    if inputs.dynamic:
+        return layer
+    input_scale = f"{layer.weight.removesuffix('weight')}input_scale" if layer.weight.endswith(WEIGHT) else None
+    if input_scale is None or input_scale not in checkpoint.tensors:
+        raise ScaleError(
+            "static activations without their scale",
+            file=where,
+            tensor=layer.weight,
+            expected=f"a tensor {input_scale or f'{layer.name}.input_scale'}",
+            got="none",
+        )
+    return replace(layer, input_scale=input_scale)
+
+
+class _Groups:
+    """Which config group a layer belongs to, by compressed-tensors' own matching of names."""
+
+    def __init__(self, checkpoint: Checkpoint, config: QuantizationConfig) -> None:
+        self._checkpoint, self._ignore = checkpoint, config.ignore or []
+        self._groups = list(config.config_groups.values())
+        self._targets = [(target, group) for group in self._groups for target in group.targets]
+        # The library prefers names to patterns, and patterns to classes.
+        self._targets.sort(key=lambda pair: pair[0].startswith("re:"))
+        # Names of classes, as "Linear", take the model's code to match; names of layers and patterns do not.
+        self._of_classes = [pair for pair in self._targets if not pair[0].startswith("re:") and pair[0].isidentifier()]
+
+    def of(self, layer: Layer) -> QuantizationScheme:
+        """Raises CheckpointError where the layer is ignored, or no group targets it."""
+        file = self._checkpoint.file_of(layer.weight)
+        ignored = [pattern for pattern in self._ignore if self._matches(layer, pattern)]
+        if ignored:
+            raise CheckpointError(
+                "int8 weights in a layer that the quantization configuration ignores",
+                file=file,
+                tensor=layer.weight,
+                expected="a floating dtype",
+                got=f'I8, and "{ignored[0]}" in ignore',
+            )
+        for target, group in self._targets:
+            if self._matches(layer, target):
+                return group
+        if not self._of_classes:
+            targets = " or ".join(target for target, _ in self._targets)
+            raise CheckpointError(
+                "int8 weights in a layer that the quantization configuration does not target",
+                file=file,
+                tensor=layer.weight,
+                expected=f"a match of {targets or 'nothing'}",
+            )
+        linear = [group for target, group in self._of_classes if target == "Linear"]
+        return linear[0] if linear else self._of_classes[0][1]
+
+    def _matches(self, layer: Layer, pattern: str) -> bool:
+        return _matches(self._checkpoint, layer, pattern)
 
 
 def _matches(checkpoint: Checkpoint, layer: Layer, pattern: str) -> bool:
@@ -136,7 +200,7 @@ def _matches(checkpoint: Checkpoint, layer: Layer, pattern: str) -> bool:
 
 def check_length(checkpoint: Checkpoint, layer: Layer) -> None:
     """Raise SchemeError where K is past the bound of exact int32 accumulation."""
-    k = checkpoint.tensors[layer.weight].shape[1]
+    k = checkpoint.tensors[layer.weight].shape[-1]
     if k > MAX_K:
         raise SchemeError(
             "int32 cannot hold every sum of a row",
@@ -149,8 +213,13 @@ def check_length(checkpoint: Checkpoint, layer: Layer) -> None:
 
 def raw_quantization(model_config: dict[str, Any]) -> Any:
     """What a model's config.json says of its quantization, None where it says nothing."""
-    raw = model_config.get("quantization_config")
-    return model_config.get("compression_config") if raw is None else raw
+    text = model_config.get("text_config")
+    places = (
+        model_config.get("quantization_config"),
+        text.get("quantization_config") if isinstance(text, dict) else None,
+        model_config.get("compression_config"),
+    )
+    return next((raw for raw in places if raw is not None), None)
 
 
 def read_quantization_config(model_config: dict[str, Any], file: str) -> QuantizationConfig:
@@ -181,7 +250,7 @@ def read_quantization_config(model_config: dict[str, Any], file: str) -> Quantiz
         raise refused("a quantization_config without config_groups")
     for name, scheme in config.config_groups.items():
         if not is_supported(scheme):
-            raise refused(f"{name}: {describe(scheme, scheme.format or config.format)}")
+            raise refused(f"{name}: {describe(scheme, config.format)}")
     if config.format != "int-quantized":
         raise refused(f"format {config.format}")
     if (sparsity := raw.get("sparsity_config")) and not (
@@ -218,10 +287,12 @@ def _parse(raw: dict[str, Any], file: str) -> QuantizationConfig:
 
 
 def is_supported(scheme: QuantizationScheme) -> bool:
-    """Whether a scheme is the W8A8 of `SUPPORTED`."""
+    """Whether a scheme is the W8A8 of `SUPPORTED`, or the same with asymmetric activations."""
+    inputs = scheme.input_activations
     return (
         _is_int8(scheme.weights, {"channel", "tensor"}, dynamic=False)
-        and _is_int8(scheme.input_activations, {"token"}, dynamic=True)
+        and bool(scheme.weights.symmetric)
+        and (_is_int8(inputs, {"token"}, dynamic=True) or _is_int8(inputs, {"tensor"}, dynamic=False))
         and scheme.output_activations is None
         and scheme.format in (None, "int-quantized")
     )
@@ -232,16 +303,15 @@ def _is_int8(args: QuantizationArgs | None, strategies: set[str], *, dynamic: bo
         args is not None
         and args.type == "int"
         and args.num_bits == 8
-        and bool(args.symmetric)
         and args.strategy in strategies
         and args.dynamic is dynamic
     )
 
 
-def describe(scheme: QuantizationScheme, fmt: str | None) -> str:
-    """A scheme in words, such as "W4A16 (int weights per group; pack-quantized)"."""
+def describe(scheme: QuantizationScheme, fmt: str | None = "int-quantized") -> str:
+    """A scheme in words, such as "W4A16 (int weights per group; pack-quantized)". fmt: where the scheme names none."""
     weights, inputs = scheme.weights, scheme.input_activations
-    fmt = getattr(fmt, "value", fmt)
+    fmt = getattr(scheme.format or fmt, "value", scheme.format or fmt)
     bits = f"W{weights.num_bits if weights else 16}A{inputs.num_bits if inputs else 16}"
     outputs = f"; outputs {_in_words(scheme.output_activations)}" if scheme.output_activations else ""
     return f"{bits} (weights {_in_words(weights)}; activations {_in_words(inputs)}{outputs}; format {fmt})"

@@ -36,7 +36,7 @@ def new_directory(target: Path, *, source: Path, overwrite: bool) -> Iterator[Pa
         CheckpointError: a file of the source cannot be read.
     """
     check_target(target, source=source, overwrite=overwrite)
-    final = _real(target)
+    final = real_path(target)
     made = [folder for folder in final.parents if not folder.exists()]
     work = final.with_name(_prefix(final) + secrets.token_hex(_RANDOM_BYTES))
     with stoppable() as signals:
@@ -48,11 +48,11 @@ def new_directory(target: Path, *, source: Path, overwrite: bool) -> Iterator[Pa
                 if not work.exists():
                     raise TargetError("another run for the same target is under way", file=target)
                 yield work
-                _flush(work)
+                flush(work)
                 check_target(target, source=source, overwrite=overwrite)  # it may have appeared meanwhile
-                _put_in_place(work, final, overwrite=overwrite)
+                put_in_place(work, final, overwrite=overwrite)
         except OSError as error:
-            raise _explained(error, target, source) from error
+            raise explained(error, target, source) from error
         finally:
             signals.unwind = False
             shutil.rmtree(work, ignore_errors=True)
@@ -70,14 +70,14 @@ def check_target(target: Path, *, source: Path, overwrite: bool) -> None:
     try:
         _check_target(target, source, overwrite)
     except OSError as error:
-        raise _explained(error, target, source) from error
+        raise explained(error, target, source) from error
 
 
 def _check_target(target: Path, source: Path, overwrite: bool) -> None:
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         got = "a symbolic link" if target.is_symlink() else "a file"
         raise TargetError("the target is not a directory", file=target, expected="a directory or nothing", got=got)
-    final, origin = _real(target), _real(source)
+    final, origin = real_path(target), real_path(source)
     if final == origin:
         raise TargetError("the target is the source", file=target)
     if final.is_relative_to(origin):
@@ -95,7 +95,8 @@ def _check_target(target: Path, source: Path, overwrite: bool) -> None:
         raise TargetError("the target exists", file=target, hint="Give --overwrite to replace it")
 
 
-def _real(path: Path) -> Path:
+def real_path(path: Path) -> Path:
+    """An absolute path without links."""
     return Path(os.path.realpath(path))  # unlike Path.resolve, no exception for a loop of links
 
 
@@ -128,7 +129,7 @@ def _locked(folder: Path) -> Iterator[bool]:
         os.close(handle)
 
 
-def _put_in_place(work: Path, final: Path, *, overwrite: bool) -> None:
+def put_in_place(work: Path, final: Path, *, overwrite: bool) -> None:
     """Give the finished directory its name. What it replaces is afterwards at `work`."""
     try:
         os.rename(work, final)  # onto nothing, or an empty directory
@@ -136,7 +137,8 @@ def _put_in_place(work: Path, final: Path, *, overwrite: bool) -> None:
         if error.errno not in _NOT_EMPTY or not overwrite:
             raise
         _exchange(work, final)
-    _sync(final.parent)
+    with contextlib.suppress(OSError):  # the target is there and whole; saying that it is not would be wrong
+        sync(final.parent)
 
 
 def _exchange(one: Path, other: Path) -> None:
@@ -157,13 +159,14 @@ def _exchange(one: Path, other: Path) -> None:
     os.rename(aside, one)
 
 
-def _flush(work: Path) -> None:
+def flush(work: Path) -> None:
     """Bring every file to the disk before the directory gets its name."""
     for path in (*work.rglob("*"), work):
-        _sync(path)
+        sync(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Bring a file or a directory to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -171,12 +174,13 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _explained(error: OSError, target: Path, source: Path) -> CheckpointError | TargetError:
+def explained(error: OSError, target: Path, source: Path) -> CheckpointError | TargetError:
+    """What the failure of a file operation means for the user."""
     reason = error.strerror or str(error)
     if error.filename is not None and Path(os.fsdecode(error.filename)).is_relative_to(source):
         return CheckpointError(f"cannot be read ({reason})", file=os.fsdecode(error.filename))
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return TargetError(
-            "the disk is full; nothing was written", file=target, hint="Free some space and run it again"
+            "the disk is full; the target is as it was", file=target, hint="Free some space and run it again"
         )
-    return TargetError(f"cannot be written ({reason}); nothing was written", file=target)
+    return TargetError(f"cannot be written ({reason}); it is as it was", file=target)

@@ -302,7 +302,7 @@ def test_bytes_of_are_those_of_the_rows(tensor: torch.Tensor) -> None:
 def test_writer_copies_a_tensor_and_no_byte_more(
     make_checkpoint: Make, w8a8: dict[str, torch.Tensor], tmp_path: Path, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_COPY_BYTES", block)
+    monkeypatch.setattr(module, "_BLOCK_BYTES", block)
     opened = open_checkpoint(make_checkpoint(w8a8))
     with ShardWriter(tmp_path / "copy", b"header", 300) as writer:
         writer.copy(5, opened.shards["model.safetensors"], opened.tensors["model.norm.weight"])

@@ -196,10 +196,12 @@ def test_convert_one_scale_that_is_no_power_of_two_is_enough(tiny_p2q: Path, tmp
 # Progress
 
 
-def test_convert_progress_is_told_of_every_layer(make_checkpoint: Make, tmp_path: Path) -> None:
-    told: list[tuple[str, int, int]] = []
-    convert(make_checkpoint(), tmp_path / "target", progress=lambda *layer: told.append(layer))
-    assert told == [(DOWN, 1, 2), (UP, 2, 2)]
+def test_convert_progress_counts_the_bytes_of_every_shard(make_checkpoint: Make, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    convert(make_checkpoint(), tmp_path / "target", progress=lambda *count: told.append(count))
+    done, totals = zip(*told, strict=True)
+    assert list(done) == sorted(set(done))
+    assert set(totals) == {done[-1]} == {16 * 8 * 2 + 2 * 48 + 4 * 14 + 8 * 2 + 16 * 8 * 4}
 
 
 # Refused scales. The texts are in tests/cli/test_bad_input.py.
@@ -209,7 +211,7 @@ def test_convert_bad_scale_in_the_last_layer_is_found_before_anything_is_written
     make_checkpoint: Make, w8a8: Tensors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w8a8[f"{UP}.weight_scale"][4] = float("nan")
-    monkeypatch.setattr("p2q.convert.new_directory", None)
+    monkeypatch.setattr("p2q.convert.unfinished", None)
     with pytest.raises(ScaleError, match=rf"{UP}\.weight_scale: bad scale; expected .*, got nan at row 4"):
         convert(make_checkpoint(w8a8), tmp_path / "target")
 

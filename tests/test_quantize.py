@@ -44,14 +44,14 @@ def weight(*rows: list[float], dtype: torch.dtype = torch.float32) -> torch.Tens
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_quantize_absmax_is_the_formula_in_float32(dtype: torch.dtype) -> None:
     values = torch.randn(660, 1601, generator=torch.Generator().manual_seed(1)).to(dtype)  # more than one chunk
-    result, scale = quantize_weight(values, "absmax", file="f", tensor="t")
+    levels, scale, figures = quantize_weight(values, "absmax", file="f", tensor="t")
     rows = values.float().numpy()
     scales = np.abs(rows).max(axis=1, keepdims=True) / np.float32(127)
     assert scale.dtype == torch.float32
     assert np.array_equal(scale.numpy(), scales)
-    assert np.array_equal(result.weight.numpy(), np.rint(rows / scales).astype(np.int8))
-    assert result.clipped == 0
-    assert int(result.weight.abs().max()) == 127
+    assert np.array_equal(levels.numpy(), np.rint(rows / scales).astype(np.int8))
+    assert figures.clipped == 0
+    assert int(levels.abs().max()) == 127
 
 
 def exact_power_of_two(row: list[float]) -> tuple[int, list[int], int]:
@@ -71,34 +71,34 @@ def exact_power_of_two(row: list[float]) -> tuple[int, list[int], int]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_quantize_power_of_two_is_the_exact_choice(dtype: torch.dtype) -> None:
     values = torch.randn(60, 48, generator=torch.Generator().manual_seed(2)).to(dtype)
-    result, scale = quantize_weight(values, "power-of-two", file="f", tensor="t")
+    levels, scale, figures = quantize_weight(values, "power-of-two", file="f", tensor="t")
     expected = [exact_power_of_two(row) for row in values.tolist()]
-    assert result.exponents.tolist() == [k for k, _, _ in expected]
+    assert figures.exponents.tolist() == [k for k, _, _ in expected]
     assert scale.flatten().tolist() == [2.0**k for k, _, _ in expected]
-    assert result.weight.tolist() == [levels for _, levels, _ in expected]
-    assert result.clipped == sum(clipped for _, _, clipped in expected) > 0
+    assert levels.tolist() == [row for _, row, _ in expected]
+    assert figures.clipped == sum(clipped for _, _, clipped in expected) > 0
 
 
 @pytest.mark.parametrize("scales", ["absmax", "power-of-two"])
 def test_quantize_error_figures_are_those_of_the_weights(scales: Scales) -> None:
     values = torch.randn(30, 40, generator=torch.Generator().manual_seed(4), dtype=torch.float64).float()
-    result, scale = quantize_weight(values, scales, file="f", tensor="t")
-    exact, restored = values.double().numpy(), result.weight.double().numpy() * scale.double().numpy()
+    levels, scale, figures = quantize_weight(values, scales, file="f", tensor="t")
+    exact, restored = values.double().numpy(), levels.double().numpy() * scale.double().numpy()
     # They are summed in units of the scale / 2^20, so that no order of summation matters.
-    assert result.squared_error == pytest.approx(((restored - exact) ** 2).sum(), rel=1e-5)
-    assert result.squared_norm == pytest.approx((exact**2).sum(), rel=1e-5)
+    assert figures.squared_error == pytest.approx(((restored - exact) ** 2).sum(), rel=1e-5)
+    assert figures.squared_norm == pytest.approx((exact**2).sum(), rel=1e-5)
 
 
 @pytest.mark.parametrize("scales", ["absmax", "power-of-two"])
 def test_quantize_row_of_zeros_stays_zero_under_scale_one(scales: Scales) -> None:
-    result, scale = quantize_weight(weight([0, -0.0], [1, 2]), scales, file="f", tensor="t")
-    assert result.weight[0].tolist() == [0, 0]
+    levels, scale, _ = quantize_weight(weight([0, -0.0], [1, 2]), scales, file="f", tensor="t")
+    assert levels[0].tolist() == [0, 0]
     assert scale[0].item() == 1.0
 
 
 def test_quantize_row_whose_scale_underflows_becomes_zeros_under_a_usable_scale() -> None:
-    result, scale = quantize_weight(weight([1e-44, -1e-43], [1, 2]), "absmax", file="f", tensor="t")
-    assert result.weight[0].tolist() == [0, 0]
+    levels, scale, _ = quantize_weight(weight([1e-44, -1e-43], [1, 2]), "absmax", file="f", tensor="t")
+    assert levels[0].tolist() == [0, 0]
     assert scale[0].item() == 2.0**-126
 
 
@@ -147,8 +147,8 @@ def test_quantize_tiny_llama_has_the_values_of_each_weight(tiny_llama: Path, tin
     before, after = load(tiny_llama), load(tiny_w8a8)
     for name in before:
         if f"{name}_scale" in after:
-            result, scale = quantize_weight(before[name], "absmax", file="f", tensor=name)
-            assert torch.equal(after[name], result.weight)
+            levels, scale, _ = quantize_weight(before[name], "absmax", file="f", tensor=name)
+            assert torch.equal(after[name], levels)
             assert torch.equal(after[f"{name}_scale"], scale)
         else:
             assert bytes_of(after[name]) == bytes_of(before[name])
@@ -192,7 +192,7 @@ def test_quantize_other_source_dtypes_and_biases(make_llama: Make, tmp_path: Pat
     biases = [name for name in before if name.endswith(".bias")]
     assert len(biases) == 14
     assert all(torch.equal(before[name], after[name]) and after[name].dtype == dtype for name in biases)
-    assert torch.equal(after[Q_PROJ], quantize_weight(before[Q_PROJ], "absmax", file="", tensor="")[0].weight)
+    assert torch.equal(after[Q_PROJ], quantize_weight(before[Q_PROJ], "absmax", file="", tensor="")[0])
 
 
 def test_quantize_tensors_of_any_other_kind_are_carried_through(make_llama: Make, tmp_path: Path) -> None:

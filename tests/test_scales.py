@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from p2q import scales
 from p2q.contract import exponent_bounds
 from p2q.errors import ScaleError
-from p2q.scales import RULES, Rule
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WHERE = {"file": "model.safetensors", "tensor": "layers.4.mlp.up_proj.weight_scale"}
@@ -28,29 +27,6 @@ def floor_log2(value: Fraction) -> int:
     return exponent - (value < Fraction(2) ** exponent)
 
 
-def level(q: int, scale: Fraction, exponent: int) -> int:
-    """rne(q * s / 2^k), before the clamp."""
-    return round(q * scale / Fraction(2) ** exponent)
-
-
-def error(row: list[int], scale: Fraction, exponent: int) -> Fraction:
-    clamped = (max(-128, min(127, level(q, scale, exponent))) for q in row)
-    return sum(
-        ((q * scale - new * Fraction(2) ** exponent) ** 2 for q, new in zip(row, clamped, strict=True)), Fraction()
-    )
-
-
-def exponent(rule: Rule, scale: Fraction, row: list[int]) -> int:
-    """k of a scale by the definition of each rule."""
-    floor = floor_log2(scale)
-    ceil = floor + (scale != Fraction(2) ** floor)
-    if rule == "ceil":
-        return ceil
-    if rule == "nearest":
-        return floor if scale**2 < Fraction(2) ** (2 * floor + 1) else ceil
-    return floor if error(row, scale, floor) < error(row, scale, ceil) else ceil
-
-
 def int8(rows: list[list[int]], columns: int = 5) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int8).reshape(-1, columns)
 
@@ -58,21 +34,6 @@ def int8(rows: list[list[int]], columns: int = 5) -> torch.Tensor:
 def every_number(dtype: torch.dtype) -> torch.Tensor:
     """All 65,536 bit patterns of a 16-bit dtype."""
     return torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
-
-
-def random_weight(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(rows * 7 + columns)
-    weight = torch.randint(-128, 128, (rows, columns), generator=generator).to(torch.int8)
-    return weight, (torch.rand(rows, generator=generator) * 0.01 + 0.001).to(torch.float64)
-
-
-def same(one: scales.Requantized, other: scales.Requantized) -> bool:
-    return (
-        torch.equal(one.weight, other.weight)
-        and torch.equal(one.exponents, other.exponents)
-        and (one.clipped, one.squared_error, one.squared_norm)
-        == (other.clipped, other.squared_error, other.squared_norm)
-    )
 
 
 @pytest.fixture(autouse=True)
@@ -218,16 +179,6 @@ def test_check_scale_other_shape_or_dtype_is_refused(scale: torch.Tensor) -> Non
         scales.check_scale(int8([[1] * 5, [2] * 5]), scale, **WHERE)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_subnormal_scale_over_weights_is_refused_by_row(rule: Rule) -> None:
-    weight, scale = int8([[1] * 5, [1] * 5]), torch.tensor([[0.25], [1e-45]])
-    result = scales.requantize(weight, scales.check_scale(weight, scale, **WHERE), rule)
-    with pytest.raises(ScaleError) as caught:
-        scales.check_exponents(result.exponents, 5, scale.dtype, **WHERE)
-    for part in (*WHERE.values(), "2^-149 at row 1"):
-        assert part in str(caught.value)
-
-
 @pytest.mark.parametrize("k", [1, 64, 4096, 132_104])
 def test_check_exponents_ends_are_those_of_the_proof(k: int) -> None:
     low, high = exponent_bounds(k)
@@ -235,169 +186,6 @@ def test_check_exponents_ends_are_those_of_the_proof(k: int) -> None:
     for outside in (low - 1, high + 1):
         with pytest.raises(ScaleError, match=rf"expected an exponent in \[{low}, {high}\].*2\^{outside} at row 1"):
             scales.check_exponents(torch.tensor([0, outside]), k, torch.float32, **WHERE)
-
-
-# The rules and the requantization.
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@many
-@given(st.data(), rows_of_weights)
-def test_requantize_equals_exact_arithmetic(
-    dtype: torch.dtype, rule: Rule, data: st.DataObject, rows: list[list[int]]
-) -> None:
-    values = data.draw(st.lists(positive(dtype), min_size=len(rows), max_size=len(rows)))
-    weight = int8(rows)
-    result = scales.requantize(weight, scales.check_scale(weight, torch.tensor(values).to(dtype), **WHERE), rule)
-    low, high = exponent_bounds(5)
-    errors, norms, clipped = [], [], 0
-    for index, (row, value) in enumerate(zip(rows, map(Fraction, values), strict=True)):
-        k = exponent(rule, value, row)
-        if not any(row) and not low <= k <= high:
-            k = 0
-        unclamped = [level(q, value, k) for q in row]
-        assert result.exponents[index] == k
-        assert result.weight[index].tolist() == [max(-128, min(127, new)) for new in unclamped]
-        clipped += sum(not -128 <= new <= 127 for new in unclamped)
-        errors.append(float(error(row, value, k)))
-        norms.append(float(sum((q * value) ** 2 for q in row)))
-    assert result.clipped == clipped
-    assert result.squared_error == math.fsum(errors)
-    assert result.squared_norm == math.fsum(norms)
-
-
-@pytest.mark.parametrize("rule", RULES)
-@many
-@given(rows_of_weights, positive(torch.float32))
-def test_requantize_per_tensor_equals_one_long_row(rule: Rule, rows: list[list[int]], value: float) -> None:
-    flat = [q for row in rows for q in row]
-    scale = torch.tensor([value], dtype=torch.float64)
-    whole = scales.requantize(int8(rows), scale, rule)
-    row = scales.requantize(int8([flat], len(flat)), scale, rule)
-    if any(flat):  # for zeros the range that decides depends on K
-        assert whole.exponents.tolist() == row.exponents.tolist() == [exponent(rule, Fraction(value), flat)]
-        assert whole.clipped == row.clipped
-    assert whole.weight.flatten().tolist() == row.weight.flatten().tolist()
-
-
-@pytest.mark.parametrize(
-    ("value", "row", "expected"),
-    [
-        (float.fromhex("0x1.6a09e6p+0"), [3], {"nearest": 0, "ceil": 1}),  # the float32 below sqrt 2
-        (float.fromhex("0x1.6a09e8p+0"), [3], {"nearest": 1, "ceil": 1}),  # and the one above
-        (1.5, [1], {"mse": 1}),  # an error of 1/2 either way: a tie goes to ceil
-        (1.25, [1], {"mse": 0}),  # 1/4 against 3/4
-        (1.25, [127], {"mse": 1}),  # 2^0 would clip 159 to 127
-        (0.25, [127, -128], {"mse": -2, "nearest": -2, "ceil": -2}),
-        (2.0**-30, [0, 0], {"mse": -30, "nearest": -30, "ceil": -30}),
-    ],
-)
-def test_rule_chooses_the_exponent_by_hand(value: float, row: list[int], expected: dict[Rule, int]) -> None:
-    scale = torch.tensor([value], dtype=torch.float64)
-    for rule, k in expected.items():
-        assert scales.requantize(int8([row], len(row)), scale, rule).exponents.tolist() == [k]
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_requantize_half_goes_to_even_and_clips_at_both_ends(rule: Rule) -> None:
-    # 1.5 * 1 / 2 = 0.75, 1.5 * 3 / 2 = 2.25: only powers of two times 1.5 give halves, at k = 0.
-    weight = int8([[1, 3, 5, 127, -128]])
-    result = scales.requantize(weight, torch.tensor([1.5], dtype=torch.float64), rule)
-    by_floor = [2, 4, 8, 127, -128]
-    by_ceil = [1, 2, 4, 95, -96]
-    floor = result.exponents.tolist() == [0]
-    assert result.weight.tolist() == [by_floor if floor else by_ceil]
-    assert result.clipped == (2 if floor else 0)
-
-
-def test_requantize_by_ceil_never_clips_and_by_floor_counts_each_clipped_value() -> None:
-    weight = int8([[127, -128, 120, 1, 0]])
-    scale = torch.tensor([1.25], dtype=torch.float64)
-    assert scales.requantize(weight, scale, "ceil").clipped == 0
-    nearest = scales.requantize(weight, scale, "nearest")
-    assert nearest.exponents.tolist() == [0]
-    assert nearest.weight.tolist() == [[127, -128, 127, 1, 0]]
-    assert nearest.clipped == 3
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("scale", [0.0, 1e-45, 1e-40, 3e38])
-def test_requantize_zero_row_keeps_zeros_and_a_provable_scale(rule: Rule, scale: float) -> None:
-    weight, stored = int8([[0] * 5, [127, 3, -5, 1, 0]]), torch.tensor([[scale], [0.01]])
-    result = scales.requantize(weight, scales.check_scale(weight, stored, **WHERE), rule)
-    alone = scales.requantize(weight[1:], stored[1].to(torch.float64), rule)
-    assert result.weight[0].tolist() == [0] * 5
-    assert result.exponents[0] == 0
-    scales.check_exponents(result.exponents, 5, stored.dtype, **WHERE)
-    # The zero row adds nothing to the figures, however far its scale lies.
-    assert (result.clipped, result.squared_error, result.squared_norm) == (
-        alone.clipped,
-        alone.squared_error,
-        alone.squared_norm,
-    )
-
-
-@pytest.mark.parametrize("rule", RULES)
-@many
-@given(st.lists(st.floats(2.0**-40, 2.0**20, width=32), min_size=4, max_size=4), st.integers(0, 2**32 - 1))
-def test_requantize_twice_changes_nothing(rule: Rule, values: list[float], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randint(-128, 128, (4, 9), generator=generator).to(torch.int8)
-    once = scales.requantize(weight, torch.tensor(values, dtype=torch.float64), rule)
-    scale = scales.power_of_two(once.exponents, torch.empty(4, 1))
-    for again in RULES:
-        twice = scales.requantize(once.weight, scales.check_scale(once.weight, scale, **WHERE), again)
-        assert torch.equal(twice.weight, once.weight)
-        assert torch.equal(twice.exponents, once.exponents)
-        assert (twice.clipped, twice.squared_error) == (0, 0.0)
-
-
-def test_requantize_leaves_its_input_alone() -> None:
-    weight, scale = random_weight(6, 33)
-    kept = weight.clone(), scale.clone()
-    scales.requantize(weight, scale, "mse")
-    assert torch.equal(weight, kept[0])
-    assert torch.equal(scale, kept[1])
-
-
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("per_tensor", [False, True], ids=["per channel", "per tensor"])
-@pytest.mark.parametrize("elements", [1, 34, 100, 33 * 17 - 1])
-def test_requantize_in_chunks_equals_one_chunk(
-    monkeypatch: pytest.MonkeyPatch, elements: int, per_tensor: bool, rule: Rule
-) -> None:
-    weight, scale = random_weight(33, 17)
-    weight[5] = 0
-    scale = scale[:1] if per_tensor else scale
-    whole = scales.requantize(weight, scale, rule)
-    monkeypatch.setattr(scales, "_CHUNK_ELEMENTS", elements)
-    assert len(scales._chunks(weight)) > 1
-    assert same(scales.requantize(weight, scale, rule), whole)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_requantize_does_not_depend_on_threads_or_strides(
-    rule: Rule, threads: Callable[[int], AbstractContextManager[None]]
-) -> None:
-    weight, scale = random_weight(300, 257)
-    with threads(1):
-        expected = scales.requantize(weight, scale, rule)
-    with threads(2):
-        assert same(scales.requantize(weight, scale, rule), expected)
-    assert same(scales.requantize(weight.t().contiguous().t(), scale, rule), expected)
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_requantize_under_another_default_dtype_gives_the_same(rule: Rule) -> None:
-    weight, scale = random_weight(30, 33)
-    scale[3] = 2.0**-140
-    expected = scales.requantize(weight, scale, rule)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        assert same(scales.requantize(weight, scale, rule), expected)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 # Sums that decide the mse rule.

@@ -112,11 +112,6 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "W4A8": (lambda c: weights(c, num_bits=4), "got group_0: W4A8"),
     "W16A8": (weights, "got group_0: W16A8"),
     "asymmetric weights": (lambda c: weights(c, symmetric=False), "weights asymmetric int8 per channel"),
-    "asymmetric activations": (lambda c: inputs(c, symmetric=False), "activations asymmetric dynamic int8"),
-    "static activations": (
-        lambda c: inputs(c, dynamic=False, strategy="tensor"),
-        "activations symmetric int8 per tensor",
-    ),
     "static per token": (lambda c: inputs(c, dynamic=False), "config_groups.group_0.input_activations: .*static token"),
     "dynamic per tensor": (lambda c: inputs(c, strategy="tensor"), "symmetric dynamic int8 per tensor"),
     "group strategy": (lambda c: weights(c, strategy="group", group_size=128), "symmetric int8 per group"),
@@ -203,8 +198,8 @@ def scale_of_floating_weight(tensors: dict[str, torch.Tensor]) -> None:
     tensors[f"{UP}.weight"] = tensors[f"{UP}.weight"].half()
 
 
-def three_dimensions(tensors: dict[str, torch.Tensor]) -> None:
-    tensors[f"{UP}.weight"] = tensors[f"{UP}.weight"].reshape(2, 3, 8)
+def four_dimensions(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{UP}.weight"] = tensors[f"{UP}.weight"].reshape(1, 2, 3, 8)
 
 
 def no_rows(tensors: dict[str, torch.Tensor]) -> None:
@@ -219,9 +214,9 @@ def zero_point(tensors: dict[str, torch.Tensor]) -> None:
     tensors[f"{UP}.weight_zero_point"] = torch.tensor([[0], [0], [0], [1], [0], [0]], dtype=torch.int8)
 
 
-def fused_experts(tensors: dict[str, torch.Tensor]) -> None:
-    tensors["mlp.experts.up_proj"] = torch.ones(2, 3, 4, dtype=torch.int8)
-    tensors["mlp.experts.up_proj_scale"] = torch.ones(2, 3, 1)
+def unnamed_weight(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["mlp.table"] = torch.ones(3, 4, dtype=torch.int8)
+    tensors["mlp.table_scale"] = torch.ones(3, 1)
 
 
 def nothing_int8(tensors: dict[str, torch.Tensor]) -> None:
@@ -236,14 +231,14 @@ def nothing_int8(tensors: dict[str, torch.Tensor]) -> None:
         (scale_alone, CheckpointError, rf"{UP}\.weight_scale: .*expected {UP}\.weight in I8, got none"),
         (scale_of_floating_weight, CheckpointError, rf"{UP}\.weight_scale: .*expected {UP}\.weight in I8, got F16"),
         (
-            three_dimensions,
+            four_dimensions,
             SchemeError,
-            rf"{UP}\.weight: not a linear layer; expected a shape \[N, K\], got \[2, 3, 8\]",
+            rf"{UP}\.weight: not a linear layer; expected a shape \[N, K\] or \[experts, N, K\], got \[1, 2, 3, 8\]",
         ),
         (no_rows, SchemeError, r"got \[0, 8\]"),
         (no_columns, SchemeError, r"got \[6, 0\]"),
         (zero_point, SchemeError, rf"{UP}\.weight_zero_point: asymmetric weights"),
-        (fused_experts, SchemeError, r"mlp\.experts\.up_proj: int8 weights that are not a linear layer's"),
+        (unnamed_weight, SchemeError, r"mlp\.table: int8 weights that are not a linear layer's"),
         (nothing_int8, SchemeError, "no int8 weights in a checkpoint whose configuration says W8A8"),
     ],
 )
@@ -276,7 +271,7 @@ def test_length_past_the_bound_of_int32_is_refused(
     w8a8["long.weight"], w8a8["long.weight_scale"] = torch.ones(1, k, dtype=torch.int8), torch.ones(1, 1)
     checkpoint = open_checkpoint(make_checkpoint(w8a8))
     if k == 132_104:
-        check_length(checkpoint, Layer("long"))
+        check_length(checkpoint, Layer.linear("long"))
     else:
         with pytest.raises(SchemeError, match=r"long\.weight: .*expected K of at most 132104, got K = 132105"):
-            check_length(checkpoint, Layer("long"))
+            check_length(checkpoint, Layer.linear("long"))

@@ -270,14 +270,14 @@ def read_only(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("relative", ["target", "new/parents/target"])
 def test_target_where_nobody_may_write_is_refused(read_only: Path, source: Path, relative: str) -> None:
-    with pytest.raises(TargetError, match=r"cannot be written .*; nothing was written"):
+    with pytest.raises(TargetError, match=r"cannot be written .*; it is as it was"):
         write(read_only / relative, source)
     assert names(read_only) == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT], ids=["disk full", "quota"])
 def test_target_disk_full_is_said_and_nothing_stays(tmp_path: Path, source: Path, number: int) -> None:
-    with pytest.raises(TargetError, match=r"new/target: the disk is full; nothing was written\. Free some space"):
+    with pytest.raises(TargetError, match=r"new/target: the disk is full; the target is as it was\. Free some space"):
         write(tmp_path / "new" / "target", source, then=raising(OSError(number, os.strerror(number))))
     assert names(tmp_path) == ["source"]
 

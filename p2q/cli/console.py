@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.text import Text
-
-from p2q.convert import Progress as Report
 
 output = Console(emoji=False)
 errors = Console(stderr=True, emoji=False)
@@ -40,23 +48,28 @@ def say_error(text: str) -> None:
 
 
 @contextlib.contextmanager
-def layer_progress(title: str, *, quiet: bool) -> Iterator[Report]:
+def layer_progress(title: str, *, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar over layers, on standard error; silent for machines."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("layers"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=errors, disable=quiet or not errors.is_terminal, transient=True) as bar:
+    columns = (MofNCompleteColumn(), TextColumn("layers"), TimeElapsedColumn(), TimeRemainingColumn())
+    with _bar(title, *columns, quiet=quiet) as update:
+        yield lambda _layer, done, total: update(done, total)
+
+
+@contextlib.contextmanager
+def byte_progress(title: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar over bytes with rate and time left, on standard error; silent for machines."""
+    with _bar(title, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), quiet=quiet) as update:
+        yield update
+
+
+@contextlib.contextmanager
+def _bar(title: str, *columns: ProgressColumn, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    silent = quiet or not errors.is_terminal
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), *columns, console=errors, disable=silent, transient=True
+    ) as bar:
         task = bar.add_task(title, total=None)
-
-        def report(_layer: str, done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        yield report
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def warn_skipped(skipped: list[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from p2q.cli.console import JsonOption, layer_progress, output, print_json, say
+from p2q.cli.console import JsonOption, byte_progress, layer_progress, output, print_json, say
 from p2q.cli.evaluate import require_utf8, show, stages, this_command
 from p2q.convert import convert
 from p2q.demo import MODEL, unpack_model
@@ -43,7 +43,7 @@ def command(
     with layer_progress("quantizing", quiet=as_json) as progress:
         quantize(original, quantized, overwrite=True, progress=progress)
     steps.print("3 of 4: p2q convert (power-of-two scales)")
-    with layer_progress("requantizing", quiet=as_json) as progress:
+    with byte_progress("converting", quiet=as_json) as progress:
         convert(quantized, converted, overwrite=True, progress=progress)
     steps.print("4 of 4: p2q eval tokens (four vLLM engines, half a minute or so each)")
     with stages(quiet=as_json) as stage:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +36,7 @@ def command(
 
 
 def _show(found: Inspection, layers: bool) -> None:
-    weights = sum(layer.shape[0] * layer.shape[1] for layer in found.layers)
+    weights = sum(math.prod(layer.shape) for layer in found.layers)
     scales = sum(layer.scales for layer in found.layers)
     exact = sum(layer.power_of_two for layer in found.layers)
     broken = [layer for layer in found.layers if layer.problem is not None]
@@ -103,7 +104,7 @@ def _show_layers(found: Inspection) -> None:
         shape = "x".join(map(str, layer.scale_shape)) or "scalar"
         table.add_row(
             Text(layer.name),
-            f"{layer.shape[0]} x {layer.shape[1]}",
+            " x ".join(map(str, layer.shape)),
             f"{layer.scale_dtype} {shape}",
             exponents,
             Text(layer.problem or "holds"),

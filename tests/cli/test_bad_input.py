@@ -18,7 +18,7 @@ INDEX = "model.safetensors.index.json"
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 W8A8 = (
     "compressed-tensors int-quantized W8A8: symmetric int8 weights per channel or per tensor, "
-    "symmetric dynamic per-token int8 activations"
+    "symmetric int8 activations, dynamic per token or static per tensor"
 )
 
 
@@ -162,10 +162,10 @@ SCHEMES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
         "not W8A8 int8; expected W8A8, got group_0: W4A16 (weights symmetric int4 per channel; "
         "activations not quantized; format pack-quantized)",
     ),
-    "static activations": (
-        lambda c: scheme(c, "input_activations", dynamic=False, strategy="tensor"),
-        "not W8A8 int8; expected W8A8, got group_0: W8A8 (weights symmetric int8 per channel; "
-        "activations symmetric int8 per tensor; format int-quantized)",
+    "groups of columns": (
+        lambda c: scheme(c, "weights", strategy="group", group_size=4),
+        "not W8A8 int8; expected W8A8, got group_0: W8A8 (weights symmetric int8 per group; "
+        "activations symmetric dynamic int8 per token; format int-quantized)",
     ),
     "two-line problem": (
         lambda c: {**c, "quantization_status": "a\nb"},

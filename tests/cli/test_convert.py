@@ -48,6 +48,8 @@ def test_convert_json_is_one_object(p2q: P2Q, tiny_w8a8: Path, tmp_path: Path, r
         "target": str(tmp_path / "target"),
         "rule": rule,
         "changed": True,
+        "shards": 1,
+        "kept": 0,
         "layers": 14,
         "values": 61_440,
         "clipped": sum(record.clipped for record in manifest.tensors.values()),
@@ -97,8 +99,9 @@ def test_convert_progress_goes_to_standard_error_only(
 ) -> None:
     monkeypatch.setattr("p2q.cli.console.errors", Console(stderr=True, force_terminal=True))
     found = p2q("convert", make_checkpoint(), tmp_path / "target")
-    assert "requantizing" in found.err
-    assert "2/2" in found.err
+    assert "converting" in found.err
+    assert "936/936 bytes" in found.err
+    assert "/s" in found.err
     assert [line.split(":")[0] for line in found.out.splitlines()][:2] == ["converted", "largest relative weight error"]
     assert "\x1b" not in found.out
     machine = p2q("convert", tmp_path / "source", tmp_path / "other", "--json")

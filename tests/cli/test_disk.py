@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 Make = Callable[..., Path]
 P2Q = Callable[..., Any]
+WORK = ".target.p2q-work"
 
 
 @pytest.fixture
@@ -30,15 +32,15 @@ def test_disk_that_is_really_full_is_refused(
 ) -> None:
     source = {"convert": tiny_w8a8, "quantize": tiny_llama}[command]
     assert refused(command, source, tiny_disk / "a" / "target") == (
-        f"{tiny_disk / 'a' / 'target'}: the disk is full; nothing was written. Free some space and run it again"
+        f"{tiny_disk / 'a' / 'target'}: the disk is full; the target is as it was. Free some space and run it again"
     )
 
 
 @pytest.mark.parametrize("exists", [False, True], ids=["no target", "old target"])
 @pytest.mark.parametrize("call", ["posix_fallocate", "pwrite", "fsync"])
 def test_disk_that_fills_up_at_any_write_is_refused(
-    refused: Callable[..., str],
     p2q: P2Q,
+    tree: Callable[[Path], dict[str, str]],
     make_checkpoint: Make,
     tmp_path: Path,
     call: str,
@@ -67,12 +69,27 @@ def test_disk_that_fills_up_at_any_write_is_refused(
     assert calls >= (1 if call == "posix_fallocate" else 5)
     if exists:
         p2q("convert", source, target, "--rule", "ceil")
+    before = tree(tmp_path)
     for limit in range(1, calls + 1):
         fill(limit)
-        if call == "fsync" and limit == calls:  # that of the parent, after the target got its name
+        found = p2q("convert", source, target, "--overwrite")
+        if call == "fsync" and found.code == 0:  # what failed was that of the parent, after the target got its name
             break
-        told = refused("convert", source, target, "--overwrite")
-        assert told == f"{target}: the disk is full; nothing was written. Free some space and run it again"
+        assert found.code == 2
+        full = f"{target}: the disk is full; the target is as it was. Free some space and run it again"
+        assert found.err == f"error: {full}\n"
+        after = tree(tmp_path)
+        kept = {name: after.pop(name) for name in list(after) if name.startswith(WORK)}
+        assert after == before
+        # A shard that had reached the disk stays for the next call, and nothing else does.
+        assert not kept or (kept[f"{WORK}/tree/model.safetensors"] and kept[f"{WORK}/records/model.safetensors.json"])
+        assert not any(name.endswith((".partial", ".new")) for name in kept)
+        if limit % 2:  # every other time the next call starts anew, and goes on otherwise
+            shutil.rmtree(tmp_path / WORK, ignore_errors=True)
+    fill(0)
+    assert p2q("convert", source, target, "--overwrite").code == 0
+    assert tree(target) == tree(tmp_path / "finished")
+    assert not (tmp_path / WORK).exists()
 
 
 def test_file_size_limit_is_refused(refused: Callable[..., str], tiny_w8a8: Path, tmp_path: Path) -> None:
@@ -82,4 +99,4 @@ def test_file_size_limit_is_refused(refused: Callable[..., str], tiny_w8a8: Path
         told = refused("convert", tiny_w8a8, tmp_path / "target")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert told == f"{tmp_path / 'target'}: cannot be written (File too large); nothing was written"
+    assert told == f"{tmp_path / 'target'}: cannot be written (File too large); it is as it was"
