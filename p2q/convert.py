@@ -21,11 +21,12 @@ import p2q
 from p2q.checkpoint import Checkpoint, check_tied, copy_others, header_digest, open_checkpoint
 from p2q.contract import CONTRACT_VERSION, exponent_bounds
 from p2q.errors import P2QError, ScaleError, TargetError
+from p2q.layers import Layer, check_length
 from p2q.manifest import MANIFEST_NAME, Manifest, ShardRecord, digest_of_files, read_manifest, sha256_of
 from p2q.originals import Originals
 from p2q.requantize import requantizer_on
 from p2q.scales import Rule, exponent_of, is_power_of_two
-from p2q.scheme import Layer, check_length, quantized_layers
+from p2q.scheme import quantized_layers
 from p2q.shards import Plan, convert_shard, input_exponent, others_digest
 from p2q.target import check_target
 from p2q.unfinished import Job, Unfinished, unfinished
@@ -91,7 +92,7 @@ def convert(
             conversion with other options.
         dry_run: check and compute everything, write nothing. `files` of the manifest is then empty.
         part: convert only a part of the shards, or finish.
-        workers: threads, each on a shard of its own; by default one a core.
+        workers: threads, each on a shard of its own; by default one more than there are cores.
         device: where weights are requantized. The result is the same.
         progress: told of bytes done.
 
@@ -100,17 +101,13 @@ def convert(
         TargetError: the target cannot be written, or parts of it are missing.
     """
     checkpoint = open_checkpoint(source)
+    check_target(target, source=source, overwrite=overwrite)
     layers = quantized_layers(checkpoint)
     check_tied(checkpoint)
-    check_target(target, source=source, overwrite=overwrite)
     originals = Originals(from_weights, checkpoint, layers) if from_weights is not None else None
     plan = Plan(checkpoint, layers, rule, requantizer_on(device), input_scales, originals)
     for layer in layers:
-        check_length(checkpoint, layer)
-        plan.scale_of(layer)
-        if layer.input_scale is not None:
-            file = str(checkpoint.file_of(layer.input_scale))
-            input_exponent(checkpoint.read(layer.input_scale), file=file, tensor=layer.input_scale)
+        _check_layer(plan, layer)
     converted = originals is None and all(_is_converted(plan, layer) for layer in layers)
     if converted and not overwrite:
         raise ScaleError(
@@ -146,6 +143,14 @@ def convert(
             manifest = _finish(plan, {**done, **made}, work.tree, kept)
             work.put_in_place(overwrite=overwrite)
     return Conversion(manifest, not converted, checkpoint.skipped, len(made), len(done))
+
+
+def _check_layer(plan: Plan, layer: Layer) -> None:
+    check_length(plan.checkpoint, layer)
+    plan.scale_of(layer)
+    if layer.input_scale is not None:
+        file = str(plan.checkpoint.file_of(layer.input_scale))
+        input_exponent(plan.checkpoint.read(layer.input_scale), file=file, tensor=layer.input_scale)
 
 
 def _check_space(checkpoint: Checkpoint, shards: list[str], folder: Path) -> None:
@@ -186,7 +191,8 @@ class _Run:
     def __init__(self, plan: Plan, progress: Progress | None, workers: int | None) -> None:
         self._plan = replace(plan, progress=self._count)
         self._progress = progress
-        self._workers = workers or len(os.sched_getaffinity(0))
+        # One more than there are cores: while one waits for the disk, the others compute.
+        self._workers = workers or len(os.sched_getaffinity(0)) + 1
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._done, self._total = 0, sum(_data_bytes(plan.checkpoint, name) for name in plan.checkpoint.shards)
 

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from p2q.checkpoint import check_tied, open_checkpoint
+from p2q.layers import Layer, check_length
 from p2q.requantize import requantize, requantizer_on
 from p2q.scales import Rule, check_exponents, check_scale, power_of_two
-from p2q.scheme import Layer, check_length, quantized_layers, read_quantization_config
+from p2q.scheme import quantized_layers, read_quantization_config
 from p2q.shards import input_exponent
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class PowerOfTwoConverter:
         converted = dict(tensors)
         for layer in self._among(tensors):
             weight, stored = tensors[layer.weight], tensors[layer.scale]
-            scale = check_scale(weight, stored, file=self._source, tensor=layer.scale)
+            scale = self._scale(layer, tensors)
             converted[layer.weight], figures = requantize(weight, scale, self._rule, self._requantizer)
             k_dim = weight.shape[-1]
             check_exponents(figures.exponents, k_dim, stored.dtype, file=self._source, tensor=layer.scale)
@@ -76,7 +77,7 @@ class PowerOfTwoConverter:
     def validate(self, tensors: dict[str, torch.Tensor]) -> None:
         """Check the scales among some tensors of the source. Raises ScaleError."""
         for layer in self._among(tensors):
-            check_scale(tensors[layer.weight], tensors[layer.scale], file=self._source, tensor=layer.scale)
+            self._scale(layer, tensors)
 
     def create_config(self) -> QuantizationConfig | None:
         """The source's own: the scheme stays what it was."""
@@ -85,6 +86,10 @@ class PowerOfTwoConverter:
     def get_dependencies(self, weight_name: str) -> set[str]:
         """The scale that goes with a weight."""
         return {self._layers[weight_name].scale} if weight_name in self._layers else set()
+
+    def _scale(self, layer: Layer, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        weight, stored = tensors[layer.weight], tensors[layer.scale]
+        return check_scale(weight.shape, stored, lambda: weight, file=self._source, tensor=layer.scale)
 
     def _among(self, tensors: dict[str, torch.Tensor]) -> list[Layer]:
         return [layer for name, layer in self._layers.items() if name in tensors]

@@ -12,9 +12,10 @@ from pydantic import BaseModel
 from p2q.checkpoint import Checkpoint, open_checkpoint
 from p2q.contract import CONTRACT_VERSION, MAX_K
 from p2q.errors import ScaleError
+from p2q.layers import Layer
 from p2q.manifest import Manifest, changed_files, read_manifest
 from p2q.scales import check_exponents, check_input_scale, check_scale, decompose, exponent_of, is_power_of_two
-from p2q.scheme import Layer, describe, quantized_layers, read_quantization_config
+from p2q.scheme import describe, quantized_layers, read_quantization_config
 
 
 class LayerReport(BaseModel):
@@ -84,7 +85,7 @@ def _inspect_layer(checkpoint: Checkpoint, layer: Layer) -> LayerReport:
     file = checkpoint.tensors[layer.scale].shard
     problem, exact, floor = None, torch.zeros(0, dtype=torch.bool), torch.zeros(0, dtype=torch.int32)
     try:
-        values = check_scale(weight, scale, file=file, tensor=layer.scale)
+        values = check_scale(weight.shape, scale, lambda: weight, file=file, tensor=layer.scale)
         exact, floor = is_power_of_two(scale.reshape(-1)), decompose(values)[1]
         if not exact.all():
             problem = f"{int((~exact).sum())} of {exact.numel()} scales are not powers of two"

@@ -9,10 +9,10 @@ import torch
 
 from p2q.checkpoint import Checkpoint, ShardReader, open_checkpoint
 from p2q.errors import CheckpointError, ScaleError
+from p2q.layers import Layer
 from p2q.requantize import candidates
 from p2q.rounding import error_at, round_to_int8
 from p2q.scales import Figures, Rule, choose_smaller, decompose, power_of_two
-from p2q.scheme import Layer
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _FARTHEST = 2.0

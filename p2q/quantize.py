@@ -30,10 +30,11 @@ from p2q.checkpoint import (
 )
 from p2q.contract import CONTRACT_VERSION, Q_MAX
 from p2q.errors import CheckpointError, ScaleError, SchemeError
+from p2q.layers import Layer, check_length
 from p2q.manifest import MANIFEST_NAME, Manifest, TensorRecord, digest_of_files, sha256_of
 from p2q.rounding import error_at, round_to_int8
 from p2q.scales import Figures, check_exponents, choose_smaller, exponent_of, is_power_of_two, power_of_two
-from p2q.scheme import Layer, check_length, method_of, raw_quantization
+from p2q.scheme import method_of, raw_quantization
 from p2q.shards import record_of
 from p2q.target import check_target, new_directory
 

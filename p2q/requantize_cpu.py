@@ -5,6 +5,7 @@ They hold no lock, so that threads run them side by side.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,14 @@ from numpy.typing import NDArray
 
 from p2q.requantize import LEVELS, Tables, TorchRequantizer
 from p2q.scales import SIGNIFICAND_BITS
+
+
+def _compiled(function: Callable[..., Any]) -> Any:
+    """Compile a function when it is called first, and keep the machine code for later processes."""
+    try:
+        return njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # neither this folder nor the user's cache can be written
+        return njit(nogil=True)(function)
 
 
 class CpuRequantizer:
@@ -48,7 +57,7 @@ def _bytes(weight: torch.Tensor) -> NDArray[np.uint8]:
     return weight.contiguous().view(torch.uint8).numpy()
 
 
-@njit(nogil=True)
+@_compiled
 def _histogram(weight: Any, counts: Any) -> None:
     for s in range(weight.shape[0]):
         row, count = weight[s], counts[s]
@@ -56,7 +65,7 @@ def _histogram(weight: Any, counts: Any) -> None:
             count[row[index]] += 1
 
 
-@njit(nogil=True)
+@_compiled
 def _lookup(weight: Any, levels: Any, result: Any) -> None:
     for s in range(weight.shape[0]):
         row, table, out = weight[s], levels[s], result[s]
@@ -68,7 +77,7 @@ def _lookup(weight: Any, levels: Any, result: Any) -> None:
 # vectors and 32 x 32 bit products. Casts are needed, since the sum of two int32 is an int64 here.
 
 
-@njit(nogil=True)
+@_compiled
 def _round(product: Any, shift: int, levels: Any, difference: Any) -> None:
     """levels = clamp(rne(product / 2^shift)), and what is lost by that."""
     half, shift = int32((1 << (shift - 1)) - 1), int32(shift)
@@ -80,7 +89,7 @@ def _round(product: Any, shift: int, levels: Any, difference: Any) -> None:
         difference[index] = int32(value - int32(level << shift))
 
 
-@njit(nogil=True)
+@_compiled
 def _squares(count: Any, values: Any) -> tuple[int, int]:
     """sum(count * values^2) in two limbs, as `scales.WideSum` has them."""
     upper, middle, lower = int64(0), int64(0), int64(0)
@@ -93,7 +102,7 @@ def _squares(count: Any, values: Any) -> tuple[int, int]:
     return upper + (middle >> 16) + (lower >> 32), lower & 0xFFFFFFFF
 
 
-@njit(nogil=True)
+@_compiled
 def _tables(counts: Any, significand: Any, low: Any, high: Any, levels: Any, rows: Any) -> None:
     product, candidate, difference = np.empty((3, LEVELS), np.int32)
     old = np.arange(LEVELS).astype(np.uint8).view(np.int8).astype(np.int32)

@@ -7,6 +7,7 @@ the device, the thread count nor the order of summation.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -72,13 +73,16 @@ def power_of_two(exponents: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(ones, exponents.to(torch.int32)).to(like.dtype).reshape(like.shape)
 
 
-def check_scale(weight: torch.Tensor, scale: torch.Tensor, *, file: str, tensor: str) -> torch.Tensor:
+def check_scale(
+    shape: Sequence[int], scale: torch.Tensor, load: Callable[[], torch.Tensor], *, file: str, tensor: str
+) -> torch.Tensor:
     """Refuse scales that mean nothing, and give all-zero rows of scale zero a scale of one.
 
     Args:
-        weight: (N, K) or (experts, N, K) int8.
+        shape: of the int8 weight, (N, K) or (experts, N, K).
         scale: float32, float16 or bfloat16 with one value a row, an expert or in all, of shape (..., N, 1), (..., N),
             (experts, 1, 1), (experts,), (1, 1), (1,) or ().
+        load: gives the weight; called only where a scale is zero.
 
     Returns:
         (rows,), (experts,) or (1,) float64: finite and positive. Each serves the next rows of the weight, equally many.
@@ -86,8 +90,8 @@ def check_scale(weight: torch.Tensor, scale: torch.Tensor, *, file: str, tensor:
     Raises:
         ScaleError: wrong dtype or shape, NaN, infinite or negative, or zero over a row that is not zero.
     """
-    *experts, rows, _ = weight.shape
-    shapes = [(*experts, rows, 1), (*experts, rows), (1, 1), (1,), ()]
+    *experts, rows, _ = shape
+    shapes: list[tuple[int, ...]] = [(*experts, rows, 1), (*experts, rows), (1, 1), (1,), ()]
     if experts:
         shapes += [(*experts, 1, 1), (*experts,), (1, 1, 1)]
     # Other dtypes have more bits than `decompose` takes, or cannot be read back.
@@ -113,7 +117,7 @@ def check_scale(weight: torch.Tensor, scale: torch.Tensor, *, file: str, tensor:
         )
     zero = flat == 0
     if zero.any():
-        wrong = zero & ~(weight.reshape(flat.numel(), -1) == 0).all(dim=1)
+        wrong = zero & (load().reshape(flat.numel(), -1) != 0).any(dim=1)
         if wrong.any():
             row = int(wrong.nonzero()[0])
             raise ScaleError(

@@ -6,40 +6,19 @@ The configuration is parsed and its targets are matched by compressed-tensors, t
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from p2q.checkpoint import Checkpoint
-from p2q.contract import MAX_K
 from p2q.errors import CheckpointError, ScaleError, SchemeError
+from p2q.layers import Layer, int8_layers
 
 if TYPE_CHECKING:  # compressed-tensors imports transformers, which takes seconds: only where it is used
     from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 
-WEIGHT = ".weight"
 SUPPORTED = (
     "compressed-tensors int-quantized W8A8: symmetric int8 weights per channel or per tensor, "
     "symmetric int8 activations, dynamic per token or static per tensor"
 )
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A quantized linear layer, or all experts of a layer in one tensor.
-
-    name: of the module. weight: of its int8 tensor, (N, K) or (experts, N, K). scale: of the weight's scales.
-    input_scale: of the activations' one scale where they are static.
-    """
-
-    name: str
-    weight: str
-    scale: str
-    input_scale: str | None = None
-
-    @classmethod
-    def linear(cls, name: str) -> Layer:
-        """A linear layer under its usual names."""
-        return cls(name, f"{name}.weight", f"{name}.weight_scale")
 
 
 def quantized_layers(checkpoint: Checkpoint) -> list[Layer]:
@@ -52,94 +31,40 @@ def quantized_layers(checkpoint: Checkpoint) -> list[Layer]:
         CheckpointError: a scale without a weight, or int8 weights in a layer that the configuration does not target.
     """
     config = read_quantization_config(checkpoint.config, str(checkpoint.path / "config.json"))
-    groups = _Groups(checkpoint, config)
-    layers = []
-    for name in sorted(checkpoint.tensors):
-        if checkpoint.tensors[name].dtype == "I8" and (layer := _layer_of(checkpoint, name)):
-            layers.append(_checked(checkpoint, layer, groups))
+    layers = int8_layers(checkpoint)
     if not layers:
         raise SchemeError(
             "no int8 weights in a checkpoint whose configuration says W8A8", file=checkpoint.path, expected=SUPPORTED
         )
-    scales = {layer.scale for layer in layers}
-    for name in sorted(checkpoint.tensors):
-        if name.endswith("weight_scale") and name not in scales:
-            weight = name.removesuffix("_scale")
-            got = checkpoint.tensors[weight].dtype if weight in checkpoint.tensors else "none"
-            raise CheckpointError(
-                "a weight scale without an int8 weight",
-                file=checkpoint.file_of(name),
-                tensor=name,
-                expected=f"{weight} in I8",
-                got=got,
-            )
+    groups = _Groups(checkpoint, config)
+    for layer in layers:
+        _check_activations(checkpoint, layer, groups.of(layer))
     return layers
 
 
-def _layer_of(checkpoint: Checkpoint, weight: str) -> Layer | None:
-    """The layer whose weight an int8 tensor is; None where it is none (a zero point, or anything without scales)."""
-    info = checkpoint.tensors[weight]
-    if weight.endswith(WEIGHT):
-        return Layer.linear(weight.removesuffix(WEIGHT))
-    # Experts in one tensor are parameters of a module: gate_up_proj and gate_up_proj_scale, or ..._weight_scale.
-    scale = next((name for name in (f"{weight}_scale", f"{weight}_weight_scale") if name in checkpoint.tensors), None)
-    if scale is None:
-        return None
-    if len(info.shape) != 3:
-        raise SchemeError(
-            "int8 weights that are not a linear layer's",
-            file=checkpoint.file_of(weight),
-            tensor=weight,
-            expected=f"a name that ends in {WEIGHT}, or the shape [experts, N, K]",
-            got=str(list(info.shape)),
-        )
-    return Layer(weight, weight, scale)
-
-
-def _checked(checkpoint: Checkpoint, layer: Layer, groups: _Groups) -> Layer:
-    """The layer with the name of its static input scale, or an error that names it."""
-    info, where = checkpoint.tensors[layer.weight], checkpoint.file_of(layer.weight)
-    if len(info.shape) not in (2, 3) or 0 in info.shape:
-        raise SchemeError(
-            "not a linear layer",
-            file=where,
-            tensor=layer.weight,
-            expected="a shape [N, K] or [experts, N, K]",
-            got=str(list(info.shape)),
-        )
-    if layer.scale not in checkpoint.tensors:
-        raise ScaleError(
-            "missing scale", file=where, tensor=layer.weight, expected=f"a tensor {layer.scale}", got="none"
-        )
-    group = groups.of(layer)
-    inputs = group.input_activations
+def _check_activations(checkpoint: Checkpoint, layer: Layer, group: QuantizationScheme) -> None:
+    where, inputs = checkpoint.file_of(layer.weight), group.input_activations
     if inputs is None or not inputs.symmetric:
         # Engines compute the zero point's term each in its own way (some in int32, some in floating point), so that no
         # weight scale makes them agree.
         raise SchemeError(
             "asymmetric activations", file=where, tensor=layer.weight, expected=SUPPORTED, got=describe(group)
         )
-    zero_point = f"{layer.weight}_zero_point"
-    if zero_point in checkpoint.tensors and bool(checkpoint.read(zero_point).any()):
-        raise SchemeError(
-            "asymmetric weights",
-            file=checkpoint.file_of(zero_point),
-            tensor=zero_point,
-            expected="zeros, for symmetric weights",
-            got="others",
-        )
-    if inputs.dynamic:
-        return layer
-    input_scale = f"{layer.weight.removesuffix('weight')}input_scale" if layer.weight.endswith(WEIGHT) else None
-    if input_scale is None or input_scale not in checkpoint.tensors:
+    if not inputs.dynamic and layer.input_scale is None:
         raise ScaleError(
             "static activations without their scale",
             file=where,
             tensor=layer.weight,
-            expected=f"a tensor {input_scale or f'{layer.name}.input_scale'}",
+            expected=f"a tensor {layer.name}.input_scale",
             got="none",
         )
-    return replace(layer, input_scale=input_scale)
+    if inputs.dynamic and layer.input_scale is not None:
+        raise CheckpointError(
+            "an activation scale in a layer whose activations are dynamic",
+            file=checkpoint.file_of(layer.input_scale),
+            tensor=layer.input_scale,
+            expected="none",
+        )
 
 
 class _Groups:
@@ -196,19 +121,6 @@ def _matches(checkpoint: Checkpoint, layer: Layer, pattern: str) -> bool:
             expected="a regular expression",
             got=f"{pattern} ({error})",
         ) from error
-
-
-def check_length(checkpoint: Checkpoint, layer: Layer) -> None:
-    """Raise SchemeError where K is past the bound of exact int32 accumulation."""
-    k = checkpoint.tensors[layer.weight].shape[-1]
-    if k > MAX_K:
-        raise SchemeError(
-            "int32 cannot hold every sum of a row",
-            file=checkpoint.file_of(layer.weight),
-            tensor=layer.weight,
-            expected=f"K of at most {MAX_K}",
-            got=f"K = {k}",
-        )
 
 
 def raw_quantization(model_config: dict[str, Any]) -> Any:

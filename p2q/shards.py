@@ -15,11 +15,11 @@ from typing import Protocol
 import torch
 
 from p2q.checkpoint import Checkpoint, ShardReader, ShardWriter, TensorInfo, bytes_of, digest_of_tensors
+from p2q.layers import Layer
 from p2q.manifest import ShardRecord, TensorRecord, sha256_of
 from p2q.originals import OriginalRows, Originals
 from p2q.requantize import Requantizer, Rows
 from p2q.scales import Figures, Rule, check_exponents, check_input_scale, check_scale, power_of_two
-from p2q.scheme import Layer
 
 BLOCK_BYTES = 1 << 22
 
@@ -42,8 +42,9 @@ class Plan:
 
     def scale_of(self, layer: Layer) -> torch.Tensor:
         """A layer's scales, checked: (S,) float64. Raises ScaleError."""
-        weight, scale = self.checkpoint.read(layer.weight), self.checkpoint.read(layer.scale)
-        return check_scale(weight, scale, file=str(self.checkpoint.file_of(layer.scale)), tensor=layer.scale)
+        shape, scale = self.checkpoint.tensors[layer.weight].shape, self.checkpoint.read(layer.scale)
+        file = str(self.checkpoint.file_of(layer.scale))
+        return check_scale(shape, scale, lambda: self.checkpoint.read(layer.weight), file=file, tensor=layer.scale)
 
     def rows(self, layer: Layer) -> Rows | OriginalRows:
         """What requantizes a layer."""

@@ -87,6 +87,10 @@ def int8(rows: list[list[int]], columns: int = 5) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int8).reshape(-1, columns)
 
 
+def checked_scale(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return scales.check_scale(weight.shape, scale, lambda: weight, **WHERE)
+
+
 @pytest.fixture(autouse=True)
 def one_thread(threads: Callable[[int], AbstractContextManager[None]]) -> Iterator[None]:
     """Small tensors: two OpenMP runtimes in a process (torch's, vLLM's) lose more time waiting than they gain."""
@@ -120,7 +124,7 @@ rows_of_weights = st.lists(
 @pytest.mark.parametrize("rule", RULES)
 def test_subnormal_scale_over_weights_is_refused_by_row(rule: Rule) -> None:
     weight, scale = int8([[1] * 5, [1] * 5]), torch.tensor([[0.25], [1e-45]])
-    result = requantized(weight, scales.check_scale(weight, scale, **WHERE), rule)
+    result = requantized(weight, checked_scale(weight, scale), rule)
     with pytest.raises(ScaleError) as caught:
         scales.check_exponents(result.figures.exponents, 5, scale.dtype, **WHERE)
     for part in (*WHERE.values(), "2^-149 at row 1"):
@@ -139,7 +143,7 @@ def test_requantize_equals_exact_arithmetic(
 ) -> None:
     values = data.draw(st.lists(positive(dtype), min_size=len(rows), max_size=len(rows)))
     weight = int8(rows)
-    result = requantized(weight, scales.check_scale(weight, torch.tensor(values).to(dtype), **WHERE), rule)
+    result = requantized(weight, checked_scale(weight, torch.tensor(values).to(dtype)), rule)
     low, high = exponent_bounds(5)
     errors, norms, clipped = [], [], 0
     for index, (row, value) in enumerate(zip(rows, map(Fraction, values), strict=True)):
@@ -219,7 +223,7 @@ def test_requantize_by_ceil_never_clips_and_by_floor_counts_each_clipped_value()
 @pytest.mark.parametrize("scale", [0.0, 1e-45, 1e-40, 3e38])
 def test_requantize_zero_row_keeps_zeros_and_a_provable_scale(rule: Rule, scale: float) -> None:
     weight, stored = int8([[0] * 5, [127, 3, -5, 1, 0]]), torch.tensor([[scale], [0.01]])
-    result = requantized(weight, scales.check_scale(weight, stored, **WHERE), rule)
+    result = requantized(weight, checked_scale(weight, stored), rule)
     alone = requantized(weight[1:], stored[1].to(torch.float64), rule)
     assert result.weight[0].tolist() == [0] * 5
     assert result.figures.exponents[0] == 0
@@ -241,7 +245,7 @@ def test_requantize_twice_changes_nothing(rule: Rule, values: list[float], seed:
     once = requantized(weight, torch.tensor(values, dtype=torch.float64), rule)
     scale = scales.power_of_two(once.figures.exponents, torch.empty(4, 1))
     for again in RULES:
-        twice = requantized(once.weight, scales.check_scale(once.weight, scale, **WHERE), again)
+        twice = requantized(once.weight, checked_scale(once.weight, scale), again)
         assert torch.equal(twice.weight, once.weight)
         assert torch.equal(twice.figures.exponents, once.figures.exponents)
         assert (twice.figures.clipped, twice.figures.squared_error) == (0, 0.0)

@@ -36,6 +36,10 @@ def every_number(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
 
 
+def checked_scale(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return scales.check_scale(weight.shape, scale, lambda: weight, **WHERE)
+
+
 @pytest.fixture(autouse=True)
 def one_thread(threads: Callable[[int], AbstractContextManager[None]]) -> Iterator[None]:
     """Small tensors: two OpenMP runtimes in a process (torch's, vLLM's) lose more time waiting than they gain."""
@@ -133,7 +137,7 @@ def test_power_of_two_reads_back_exactly_wherever_it_is_proved(dtype: torch.dtyp
 def test_check_scale_bad_value_names_file_tensor_and_row(dtype: torch.dtype, bad: float) -> None:
     scale = torch.tensor([[0.5], [0.25], [bad], [1.0]]).to(dtype)
     with pytest.raises(ScaleError) as caught:
-        scales.check_scale(torch.zeros(4, 5, dtype=torch.int8), scale, **WHERE)
+        checked_scale(torch.zeros(4, 5, dtype=torch.int8), scale)
     for part in (*WHERE.values(), "row 2", str(bad)):
         assert part in str(caught.value)
 
@@ -143,21 +147,21 @@ def test_check_scale_zero_over_weights_is_refused(scale: list[float]) -> None:
     weight = int8([[1] * 5, [0] * 5, [0, 0, 0, 0, -1]])
     row = "row 2" if len(scale) == 3 else "row 0"
     with pytest.raises(ScaleError, match=f"{WHERE['tensor']}.*{row}"):
-        scales.check_scale(weight, torch.tensor(scale), **WHERE)
+        checked_scale(weight, torch.tensor(scale))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_check_scale_zero_over_zero_row_becomes_one(dtype: torch.dtype) -> None:
     weight = int8([[1] * 5, [0] * 5])
-    checked = scales.check_scale(weight, torch.tensor([[0.25], [0.0]]).to(dtype), **WHERE)
+    checked = checked_scale(weight, torch.tensor([[0.25], [0.0]]).to(dtype))
     assert checked.dtype == torch.float64
     assert checked.tolist() == [0.25, 1.0]
-    assert scales.check_scale(torch.zeros_like(weight), torch.tensor(-0.0).to(dtype), **WHERE).tolist() == [1.0]
+    assert checked_scale(torch.zeros_like(weight), torch.tensor(-0.0).to(dtype)).tolist() == [1.0]
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (2,), (1, 1), (1,), ()], ids=str)
 def test_check_scale_every_usual_shape_is_taken(shape: tuple[int, ...]) -> None:
-    checked = scales.check_scale(int8([[1] * 5, [2] * 5]), torch.full(shape, 0.3), **WHERE)
+    checked = checked_scale(int8([[1] * 5, [2] * 5]), torch.full(shape, 0.3))
     assert checked.tolist() == [torch.tensor(0.3).double().item()] * math.prod(shape)
 
 
@@ -176,7 +180,7 @@ def test_check_scale_every_usual_shape_is_taken(shape: tuple[int, ...]) -> None:
 )
 def test_check_scale_other_shape_or_dtype_is_refused(scale: torch.Tensor) -> None:
     with pytest.raises(ScaleError, match=r"expected float32, float16 or bfloat16 of shape \[2, 1\], \[2\] or \[1\]"):
-        scales.check_scale(int8([[1] * 5, [2] * 5]), scale, **WHERE)
+        checked_scale(int8([[1] * 5, [2] * 5]), scale)
 
 
 @pytest.mark.parametrize("k", [1, 64, 4096, 132_104])

@@ -7,7 +7,8 @@ import torch
 
 from p2q.checkpoint import open_checkpoint
 from p2q.errors import CheckpointError, P2QError, ScaleError, SchemeError
-from p2q.scheme import SUPPORTED, Layer, check_length, quantized_layers, read_quantization_config
+from p2q.layers import Layer, check_length
+from p2q.scheme import SUPPORTED, quantized_layers, read_quantization_config
 
 Make = Callable[..., Path]
 Config = Callable[..., dict[str, Any]]

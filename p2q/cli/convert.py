@@ -76,7 +76,7 @@ def command(
         ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Shards converted side by side.", show_default="one a core")
+        int | None, typer.Option(min=1, max=1024, help="Shards converted side by side.", show_default="cores + 1")
     ] = None,
     device: Annotated[
         str, typer.Option(parser=_device, metavar="cpu|cuda", help="Where weights are requantized.")
