@@ -117,10 +117,10 @@ def _tables(counts: Any, significand: Any, low: Any, high: Any, levels: Any, row
             if offset == low[s] or upper < rows[2, s] or (upper == rows[2, s] and lower <= rows[3, s]):
                 rows[0, s], rows[2, s], rows[3, s] = offset, upper, lower
                 levels[s] = candidate
-                clipped = int64(0)
+                clipped, half = int64(0), 1 << (shift - 1)
                 for index in range(LEVELS):
-                    # A difference of more than half a level: the level was clamped.
-                    if abs(int64(difference[index])) > 1 << (shift - 1):
+                    # Beyond half a level: it was clamped. 127.5 is, as it rounds to 128, and -128.5 is not.
+                    if difference[index] < -half or (difference[index] >= half and candidate[index] == 127):
                         clipped += int64(count[index])
                 rows[1, s] = clipped
         rows[4, s], rows[5, s] = _squares(count, product)

@@ -260,6 +260,31 @@ def test_requantize_leaves_its_input_alone() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shape", [(1, 1), (37, 15), (300, 512), (64, 2048), (8, 24, 64)], ids=str)
+@pytest.mark.parametrize("scales_of", ["rows", "all"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_requantize_compiled_equals_torch(
+    dtype: torch.dtype, scales_of: str, shape: tuple[int, ...], rule: Rule
+) -> None:
+    random = torch.Generator().manual_seed(sum(shape))
+    weight = torch.randint(-128, 128, shape, generator=random, dtype=torch.int8)
+    number = weight[..., 0].numel() if scales_of == "rows" else 1
+    scale = torch.exp2(torch.rand(number, generator=random) * 20 - 10).to(dtype).to(torch.float64)
+    assert requantized(weight, scale, rule).weight.shape == shape
+
+
+def test_requantize_127_and_a_half_is_clipped_and_minus_128_and_a_half_is_not() -> None:
+    weight = int8([[102, -103, 1, 0, 0]])  # times 1.25: 127.5 and -128.75
+    result = requantized(weight, torch.tensor([1.25], dtype=torch.float64), "nearest")
+    assert result.weight.tolist() == [[127, -128, 1, 0, 0]]
+    assert result.figures.clipped == 2
+    weight = int8([[-128, 0, 0, 0, 0]])  # times 257 / 256: -128.5, which rounds to even
+    result = requantized(weight, torch.tensor([257 / 256], dtype=torch.float64), "nearest")
+    assert result.weight.tolist() == [[-128, 0, 0, 0, 0]]
+    assert result.figures.clipped == 0
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_requantize_does_not_depend_on_threads_or_strides(
     rule: Rule, threads: Callable[[int], AbstractContextManager[None]]
 ) -> None:
