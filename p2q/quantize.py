@@ -1,7 +1,7 @@
 """Quantizing a bf16, fp16 or fp32 checkpoint to W8A8 by round-to-nearest, per channel.
 
-The result is an ordinary compressed-tensors `int-quantized` checkpoint: int8 weights, float32 scales of shape [N, 1],
-dynamic per-token activations. Nothing is calibrated.
+The result is an ordinary compressed-tensors `int-quantized` checkpoint: int8 weights, float32 scales of shape [N, 1]
+([experts, N, 1] where a file holds all experts in one tensor), dynamic per-token activations. Nothing is calibrated.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from p2q.checkpoint import (
     open_checkpoint,
 )
 from p2q.contract import CONTRACT_VERSION, Q_MAX
-from p2q.errors import CheckpointError, ScaleError, SchemeError
+from p2q.errors import ScaleError
 from p2q.layers import Layer, check_length
+from p2q.linears import linear_layers
 from p2q.manifest import MANIFEST_NAME, Manifest, TensorRecord, digest_of_files, sha256_of
 from p2q.rounding import error_at, round_to_int8
 from p2q.scales import Figures, check_exponents, choose_smaller, exponent_of, is_power_of_two, power_of_two
-from p2q.scheme import method_of, raw_quantization
 from p2q.shards import record_of
 from p2q.target import check_target, new_directory
 
@@ -42,7 +42,6 @@ Progress = Callable[[str, int, int], None]
 """Called with (layer name, layers done, layers in all)."""
 
 Scales = Literal["absmax", "power-of-two"]
-_FLOATING = {"F32", "F16", "BF16"}
 _CHUNK_ELEMENTS = 1 << 20
 
 
@@ -57,7 +56,7 @@ class Quantization:
 def quantize(
     source: Path, target: Path, *, scales: Scales = "absmax", overwrite: bool = False, progress: Progress | None = None
 ) -> Quantization:
-    """Quantize every linear layer but the output head; the target is complete or untouched.
+    """Quantize every linear layer but the output head and routers; the target is complete or untouched.
 
     Args:
         source: a checkpoint with bf16, fp16 or fp32 weights.
@@ -74,8 +73,7 @@ def quantize(
         TargetError: the target cannot be written.
     """
     checkpoint = open_checkpoint(source)
-    names, head = linear_layers(checkpoint)
-    layers = [Layer.linear(name) for name in names]
+    layers, ignore = linear_layers(checkpoint)
     check_tied(checkpoint)
     check_target(target, source=source, overwrite=overwrite)
     if scales == "power-of-two":
@@ -97,92 +95,18 @@ def quantize(
             for done, layer in enumerate(layers, 1):
                 shard, file = checkpoint.tensors[layer.weight].shard, str(checkpoint.file_of(layer.weight))
                 weight = checkpoint.read(layer.weight)
-                levels, scale, figures = quantize_weight(weight, scales, file=file, tensor=layer.weight)
+                rows = weight.reshape(-1, weight.shape[-1])
+                levels, scale, figures = quantize_weight(rows, scales, file=file, tensor=layer.weight)
                 for tensor, values in ((layer.weight, levels), (layer.scale, scale)):
                     writers[shard].write(layouts[shard].offsets[tensor], bytes_of(values))
                 records[layer.weight] = record_of(weight.shape, figures)
                 if progress is not None:
                     progress(layer.name, done, len(layers))
         copy_others(checkpoint, work)
-        _write_configuration(checkpoint, head, layouts, work)
+        _write_configuration(checkpoint, ignore, layouts, work)
         if scales == "power-of-two":
             _write_manifest(checkpoint, records, work)
     return Quantization([layer.name for layer in layers], checkpoint.skipped)
-
-
-def linear_layers(checkpoint: Checkpoint) -> tuple[list[str], str | None]:
-    """Names of the linear layers whose weights the checkpoint holds in a floating dtype, and the output head's name.
-
-    The model's own code says which modules are linear: it is built by transformers without weights.
-
-    Raises:
-        SchemeError: the checkpoint is quantized already, its weights are not floating point, or some are neither linear
-            layers nor embeddings (experts that the model's code holds as one tensor, for example).
-        CheckpointError: transformers does not know the model, or a linear layer's weight is missing or does not fit.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    file = checkpoint.path / "config.json"
-    raw = raw_quantization(checkpoint.config)
-    if raw is not None:
-        raise SchemeError("already quantized", file=file, expected="bf16, fp16 or fp32 weights", got=method_of(raw))
-    try:
-        with torch.device("meta"):
-            config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False)
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except Exception as error:  # whatever a model's configuration code raises
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(f"transformers cannot build this model: {first}", file=file) from error
-    head = model.get_output_embeddings()
-    modules = dict(model.named_modules())
-    linear = {name: module for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
-    names = sorted(name for name, module in linear.items() if module is not head)
-    for name in names:
-        _check_linear(checkpoint, Layer.linear(name), tuple(linear[name].weight.shape))
-    if not names:
-        raise CheckpointError("the model has no linear layers to quantize", file=file)
-    for tensor, info in sorted(checkpoint.tensors.items()):
-        module = modules.get(tensor.removesuffix(".weight"))
-        if (
-            tensor.endswith(".weight")
-            and len(info.shape) == 2
-            and not isinstance(module, torch.nn.Linear | torch.nn.Embedding)
-        ):
-            raise SchemeError(
-                "not a weight that p2q quantizes, nor one that it may leave",
-                file=checkpoint.file_of(tensor),
-                tensor=tensor,
-                expected="the weight of a linear layer or an embedding",
-                got=f"that of {type(module).__name__}"
-                if module is not None
-                else "one that the model's code does not name",
-            )
-    return names, next((name for name, module in linear.items() if module is head), None)
-
-
-def _check_linear(checkpoint: Checkpoint, layer: Layer, shape: tuple[int, ...]) -> None:
-    info = checkpoint.tensors.get(layer.weight)
-    if info is None:
-        raise CheckpointError("a linear layer's weight is missing", file=checkpoint.path, tensor=layer.weight)
-    file = checkpoint.file_of(layer.weight)
-    if layer.scale in checkpoint.tensors:
-        raise SchemeError("already quantized", file=file, tensor=layer.weight, expected="no scale", got=layer.scale)
-    if info.dtype not in _FLOATING:
-        raise SchemeError(
-            "not a floating-point weight",
-            file=file,
-            tensor=layer.weight,
-            expected=" or ".join(sorted(_FLOATING)),
-            got=info.dtype,
-        )
-    if info.shape != shape:
-        raise CheckpointError(
-            "the weight does not fit config.json",
-            file=file,
-            tensor=layer.weight,
-            expected=f"shape {list(shape)}",
-            got=str(list(info.shape)),
-        )
 
 
 def quantize_weight(
@@ -251,15 +175,15 @@ def _lay_out_shard(checkpoint: Checkpoint, shard: str, layers: list[Layer]) -> L
         if info.shard != shard:
             continue
         if tensor in weights:
-            rows, columns = info.shape
-            entries[tensor] = ("I8", info.shape, rows * columns)
-            entries[weights[tensor].scale] = ("F32", (rows, 1), 4 * rows)
+            rows = info.shape[:-1]
+            entries[tensor] = ("I8", info.shape, math.prod(info.shape))
+            entries[weights[tensor].scale] = ("F32", (*rows, 1), 4 * math.prod(rows))
         else:
             entries[tensor] = (info.dtype, info.shape, info.end - info.start)
     return lay_out(entries, {**checkpoint.shards[shard].metadata, "format": "pt"})
 
 
-def _write_configuration(checkpoint: Checkpoint, head: str | None, layouts: dict[str, Layout], work: Path) -> None:
+def _write_configuration(checkpoint: Checkpoint, ignore: list[str], layouts: dict[str, Layout], work: Path) -> None:
     from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
 
     scheme = preset_name_to_scheme("W8A8", ["Linear"])
@@ -267,7 +191,7 @@ def _write_configuration(checkpoint: Checkpoint, head: str | None, layouts: dict
         config_groups={"group_0": scheme},
         format="int-quantized",
         quantization_status="compressed",
-        ignore=[head] if head else [],
+        ignore=ignore,
     )
     config = {**checkpoint.config, "quantization_config": quantization.model_dump(mode="json", exclude_none=True)}
     _write_json(work / "config.json", config)
