@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
-import resource
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-from safetensors.torch import save_file
 
 SHAPES = {  # (N, K) of an 8B model's layer
     "self_attn.q_proj": (4096, 4096),
@@ -55,10 +53,13 @@ QUANTIZATION = {
 }
 
 
-def make_checkpoint(folder: Path, gigabytes: float) -> int:
+def make_checkpoint(folder: Path, gigabytes: float, shapes: dict[str, tuple[int, int]] = SHAPES) -> int:
     """A checkpoint of about that size, in shards of about 1.5 GB. Returns its bytes."""
+    import torch
+    from safetensors.torch import save_file
+
     folder.mkdir()
-    per_layer = sum(n * k for n, k in SHAPES.values())
+    per_layer = sum(n * k for n, k in shapes.values())
     layers = max(2, round(gigabytes * 1e9 / per_layer))
     shards = -(-layers // LAYERS_PER_SHARD)
     weight_map, total = {}, 0
@@ -67,7 +68,7 @@ def make_checkpoint(folder: Path, gigabytes: float) -> int:
         name = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
         tensors = {}
         for layer in range(shard * LAYERS_PER_SHARD, min(layers, (shard + 1) * LAYERS_PER_SHARD)):
-            for module, (n, k) in SHAPES.items():
+            for module, (n, k) in shapes.items():
                 row = torch.randn(
                     n * k // 64, generator=random
                 )  # repeated with a stride, which is all that speed asks for
@@ -76,7 +77,8 @@ def make_checkpoint(folder: Path, gigabytes: float) -> int:
                 scale = torch.rand(n, 1, generator=random) * 0.01 + 0.001
                 tensors[f"model.layers.{layer}.{module}.weight_scale"] = scale.to(torch.bfloat16)
         if shard == 0:
-            tensors["model.embed_tokens.weight"] = torch.randn(32_000, 4096, generator=random).to(torch.bfloat16)
+            width = min(k for _, k in shapes.values())
+            tensors["model.embed_tokens.weight"] = torch.randn(8 * width, width, generator=random).to(torch.bfloat16)
         save_file(tensors, folder / name, {"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
         total += (folder / name).stat().st_size
@@ -88,19 +90,31 @@ def make_checkpoint(folder: Path, gigabytes: float) -> int:
 
 
 def largest_tensor() -> int:
-    """Bytes of the largest tensor that `make_checkpoint` writes."""
-    return max(32_000 * 4096 * 2, *(n * k for n, k in SHAPES.values()))
+    """Bytes of the largest tensor that `make_checkpoint` writes but the embeddings."""
+    return max(n * k for n, k in SHAPES.values())
 
 
-def timed(command: list[str], folder: Path, *, sync: bool) -> float:
-    """Seconds of a command into a folder that is not there yet."""
-    shutil.rmtree(folder, ignore_errors=True)
+@dataclass(frozen=True)
+class Took:
+    """What a command took. peak: bytes of memory, of the one process."""
+
+    seconds: float
+    peak: int
+
+
+def timed(command: list[str], folder: Path, *, sync: bool = False) -> Took:
+    """Run a command that makes a folder, and remove that folder again."""
     os.sync()
     start = time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(f"failed: {' '.join(command)}")
     if sync:
         subprocess.run(["sync", *map(str, folder.iterdir()), str(folder)], check=True)
-    return time.perf_counter() - start
+    took = Took(time.perf_counter() - start, usage.ru_maxrss * 1024)
+    shutil.rmtree(folder)
+    return took
 
 
 def main() -> None:
@@ -111,24 +125,34 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("options", nargs="*", help="options for p2q convert, after --")
     arguments = parser.parse_args()
+    p2q = str(Path(sys.executable).with_name("p2q"))
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        source, copy, target = (Path(folder) / name for name in ("source", "copy", "target"))
-        total = make_checkpoint(source, arguments.gigabytes)
-        convert = [str(Path(sys.executable).with_name("p2q")), "convert", str(source), str(target), *arguments.options]
-        plain, durable, converted = [], [], []
+        source, tiny, copy, target = (Path(folder) / name for name in ("source", "tiny", "copy", "target"))
+        # In a process of its own, so that this one stays small: its children's memory counts from its own.
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            total = pool.apply(make_checkpoint, (source, arguments.gigabytes))
+            pool.apply(make_checkpoint, (tiny, 0, {"self_attn.q_proj": (64, 64)}))
+        commands = {
+            "cp": ["cp", "-r", str(source), str(copy)],
+            "cp and sync": ["cp", "-r", str(source), str(copy)],
+            "p2q convert": [p2q, "convert", str(source), str(target), *arguments.options],
+            "  of two layers of 64 x 64": [p2q, "convert", str(tiny), str(target)],
+        }
+        runs: dict[str, list[Took]] = {name: [] for name in commands}
         for _ in range(arguments.repeat):
-            plain.append(timed(["cp", "-r", str(source), str(copy)], copy, sync=False))
-            durable.append(timed(["cp", "-r", str(source), str(copy)], copy, sync=True))
-            shutil.rmtree(copy)
-            converted.append(timed(convert, target, sync=False))
-            shutil.rmtree(target)
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
+            for name, command in commands.items():
+                runs[name].append(timed(command, Path(command[3]), sync=name == "cp and sync"))
+    best = {name: min(took.seconds for took in runs[name]) for name in runs}
+    print(f"{total:,} bytes; {os.cpu_count()} cores, {platform.machine()}")
+    for name, seconds in best.items():
+        rate = "" if name.startswith(" ") else f"{total / seconds / 1e6:9.0f} MB/s"
+        print(f"{name:28} {seconds:7.1f} s {rate}")
+    *_, converted, start_up = best.values()
+    for name in ("cp", "cp and sync"):
+        without = best[name] / (converted - start_up)
+        print(f"throughput of p2q convert / {name:12} {best[name] / converted:5.2f}, start-up taken off {without:5.2f}")
+    peak = max(took.peak for took in runs["p2q convert"])
     allowed = 3 * largest_tensor() + 600_000_000
-    print(f"{total:,} bytes in shards; {os.cpu_count()} cores, {platform.machine()}; {' '.join(convert[:2])}")
-    for name, seconds in (("cp", min(plain)), ("cp and sync", min(durable)), ("p2q convert", min(converted))):
-        print(f"{name:12} {seconds:7.1f} s {total / seconds / 1e6:9.0f} MB/s")
-    print(f"throughput of p2q convert / cp          {min(plain) / min(converted):5.2f}")
-    print(f"throughput of p2q convert / cp and sync {min(durable) / min(converted):5.2f}")
     print(f"peak memory {peak / 1e6:.0f} MB; 3 x largest tensor + 600 MB = {allowed / 1e6:.0f} MB")
 
 

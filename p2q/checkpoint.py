@@ -28,6 +28,7 @@ from p2q.manifest import MANIFEST_NAME, digest_of_files, sha256_of
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt", ".npz"}
+_PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt"}
 _BLOCK_BYTES = 1 << 22
 _BEHIND_BYTES = 1 << 26
 _SYNC_FILE_RANGE_WRITE = 2
@@ -158,7 +159,14 @@ def _shard_names(path: Path) -> tuple[list[str], dict[str, str] | None]:
             raise CheckpointError("the index has no weight map", file=index_path, expected="{tensor: shard}")
         names = sorted(set(weight_map.values()))
         for name in names:
-            if Path(name).name != name or not (path / name).is_file():
+            if Path(name).name != name:
+                raise CheckpointError(
+                    "the index names a file outside the checkpoint's folder",
+                    file=index_path,
+                    expected="file names without a path",
+                    got=name,
+                )
+            if not (path / name).is_file():
                 tensors = sorted(tensor for tensor, shard in weight_map.items() if shard == name)
                 raise CheckpointError(
                     "a shard that the index names is missing",
@@ -179,7 +187,13 @@ def _shard_names(path: Path) -> tuple[list[str], dict[str, str] | None]:
             file=path,
             expected=INDEX_NAME,
         )
-    raise CheckpointError("there are no safetensors weights", file=path, hint="Save the model with safetensors first")
+    pickles = sorted(p.name for p in path.iterdir() if p.suffix in _PICKLE_SUFFIXES)
+    raise CheckpointError(
+        "there are no safetensors weights",
+        file=path,
+        got=f"{pickles[0]}, which is a pickle and unsafe: reading it may run any code" if pickles else None,
+        hint="Save the model with safetensors first",
+    )
 
 
 def _read_header(path: Path, name: str) -> tuple[Shard, dict[str, TensorInfo]]:

@@ -58,13 +58,13 @@ def linear_layers(checkpoint: Checkpoint) -> tuple[list[Layer], list[str]]:
     if not layers:
         raise CheckpointError("the model has no linear layers to quantize", file=file)
     for tensor in sorted(unknown)[:1]:
-        module = modules.get(tensor.removesuffix(WEIGHT))
+        owner = modules.get(tensor.removesuffix(WEIGHT))
         raise SchemeError(
             "not a weight that p2q quantizes, nor one that it may leave",
             file=checkpoint.file_of(tensor),
             tensor=tensor,
             expected="the weight of a linear layer or an embedding",
-            got=f"that of {type(module).__name__}" if module is not None else "one that the model's code does not name",
+            got=f"that of {type(owner).__name__}" if owner is not None else "one that the model's code does not name",
         )
     return sorted(layers, key=lambda layer: layer.name), sorted(stay)
 

@@ -1,0 +1,236 @@
+"""Requantizing with error feedback: each column's rounding error is made good by the columns that come after it.
+
+This is GPTQ (Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022,
+arXiv 2210.17323) on the grid of power-of-two scales. With e the difference between a row of the old and of the new
+weight, and H = X^T X of the layer's inputs X, it lowers e^T H e, the squared error of the layer's outputs. H, slightly
+damped, is split into V V^T with V upper triangular, so that
+
+    e^T H e = sum_j (sum_{i <= j} V[i, j] e_i)^2,
+
+and column j is rounded after adding sum_{i < j} e_i V[i, j] / V[j, j], which would make its term zero. GPTQ's updates by
+the Cholesky factor of H^-1 give the same numbers, with an inverse on the way.
+
+The loops are compiled, run in one thread and fix the order of every sum. So the new weights depend on neither blocks nor
+threads, and on no library of linear algebra, of which every machine has another. The statistics do: two machines that
+collect them from the same text get slightly different ones, and thus different weights. The same statistics file gives
+the same bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numba import float64
+
+from p2q.checkpoint import Checkpoint
+from p2q.errors import CheckpointError, SchemeError
+from p2q.layers import Layer
+from p2q.originals import OriginalRows, Originals
+from p2q.requantize import Rows
+from p2q.requantize_cpu import _compiled
+from p2q.scales import Figures, as_float, power_of_two, sum_of_squares
+from p2q.statistics import Statistics
+
+DAMPING = 0.01
+"""Share of the mean of H's diagonal that is added to the diagonal: more columns than tokens make H singular."""
+
+_BLOCK = 128  # columns whose effect on later ones is added in one go, while they lie in the cache
+_ROWS = 32  # rows that are worked on together
+_TILE = 256
+_ERROR_BITS = 20
+_LARGEST = 2.0**30
+
+
+class FeedbackRows:
+    """See `requantize.Rows`: the exponents that another one chooses, and levels by error feedback.
+
+    Blocks hold whole rows of K values, also where a scale serves many of them.
+    """
+
+    def __init__(
+        self,
+        inner: Rows | OriginalRows,
+        checkpoint: Checkpoint,
+        layer: Layer,
+        statistics: Statistics,
+        originals: Originals | None = None,
+    ) -> None:
+        """inner: chooses the exponents. originals: where the values are taken from instead of the int8 weights.
+
+        Raises:
+            SchemeError: the layer is many experts in one tensor.
+        """
+        shape = checkpoint.tensors[layer.weight].shape
+        if len(shape) != 2:
+            raise SchemeError(
+                "error feedback does not work on experts in one tensor",
+                file=checkpoint.file_of(layer.weight),
+                tensor=layer.weight,
+                expected="a weight [N, K]",
+                got=str(list(shape)),
+            )
+        self._inner, self._layer, self._statistics, self._originals = inner, layer, statistics, originals
+        self._k = shape[1]
+        self._factor: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._clipped = 0
+        self._errors: list[float] = []
+        self._norms: list[float] = []
+
+    def tally(self, block: torch.Tensor, start: int, scale: torch.Tensor) -> torch.Tensor:
+        """What the inner rows make of a block."""
+        return self._inner.tally(block, start, scale)
+
+    def choose(self, tally: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """The old scale and the new one's exponent: (S, 2) float64."""
+        self._inner.choose(tally, scale)
+        exponents = self._inner.figures().exponents[-scale.numel() :]
+        return torch.stack([scale, exponents.to(torch.float64)], dim=1)
+
+    def apply(self, block: torch.Tensor, start: int, chosen: torch.Tensor) -> torch.Tensor:
+        """The new weights of a block.
+
+        Raises:
+            ValueError: the block does not hold whole rows.
+            CheckpointError: the layer's statistics are not those of any inputs.
+        """
+        if start % self._k or block.shape[1] % self._k:
+            raise ValueError(f"{self._layer.weight}: a block at {start} of {block.shape[1]} is not rows of {self._k}")
+        if self._factor is None:
+            try:
+                self._factor = factor(self._statistics.of(self._layer))
+            except ArithmeticError as error:
+                raise CheckpointError(str(error), file=self._statistics.path, tensor=self._layer.name) from error
+        repeats = block.shape[1] // self._k
+        old, exponents = (column.repeat_interleave(repeats) for column in chosen.unbind(dim=1))
+        if self._originals is None:
+            values = block.reshape(-1, self._k).to(torch.float64) * old.reshape(-1, 1)
+        else:
+            values = self._originals.read(self._layer, start, block.numel()).reshape(-1, self._k).to(torch.float64)
+        scale = power_of_two(exponents, torch.empty(exponents.numel(), 1, dtype=torch.float64))
+        levels, clipped = feedback(values, scale, *self._factor)
+        self._clipped += clipped
+        error = levels.to(torch.float64) * scale - values
+        unit = scale * 2.0**-_ERROR_BITS  # see `rounding.round_to_int8`
+        for sums, numbers in ((self._errors, error), (self._norms, values)):
+            whole = (numbers / unit).round().clamp(-_LARGEST, _LARGEST)
+            sums += as_float(sum_of_squares(whole), unit.reshape(-1) ** 2)
+        return levels.reshape(block.shape)
+
+    def figures(self) -> Figures:
+        """Of all blocks. Values that left [-128, 127] are counted with what earlier columns added to them."""
+        exponents = self._inner.figures().exponents
+        return Figures(exponents, self._clipped, math.fsum(self._errors), math.fsum(self._norms))
+
+
+def factor(hessian: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split H for `feedback`.
+
+    Args:
+        hessian: (K, K) float64, symmetric.
+
+    Returns:
+        the order of the columns, (K,) int64, largest inputs first, and the coefficients (K, K) float64: row j holds in
+        its first j places by how much of each earlier column's error column j is to be changed. Both in that order.
+
+    Raises:
+        ArithmeticError: H is not positive semidefinite.
+    """
+    diagonal = hessian.diagonal()
+    order = torch.argsort(diagonal, descending=True, stable=True)
+    mean = math.fsum(diagonal.tolist()) / len(diagonal)
+    # The decomposition begins with the last column: reversed, it is the usual one, whose rows lie together in memory.
+    backward = order.flip(0)
+    upper = hessian[backward][:, backward]
+    dead = diagonal[backward] <= 0
+    upper[dead] = 0.0
+    upper[:, dead] = 0.0
+    upper.diagonal().add_(DAMPING * mean if mean > 0 else 1.0)
+    if not _cholesky(upper.numpy()):
+        raise ArithmeticError("the statistics are not those of any inputs (not positive definite)")
+    return order, upper.flip(0, 1).contiguous()
+
+
+def feedback(
+    values: torch.Tensor, scale: torch.Tensor, order: torch.Tensor, coefficients: torch.Tensor
+) -> tuple[torch.Tensor, int]:
+    """Round column by column, clamp(rne(w / s), -128, 127), each column after the errors before it are added.
+
+    Args:
+        values: (R, K) float64.
+        scale: (R, 1) float64, powers of two.
+        order, coefficients: see `factor`.
+
+    Returns:
+        the levels (R, K) int8, and how many left [-128, 127] before the clamp.
+    """
+    rows, k = values.shape
+    levels = np.zeros((rows, k), np.int8)
+    steps = (values / scale).numpy()  # exact, and errors in steps of the row's own scale need no scale
+    clipped = 0
+    for first in range(0, rows, _ROWS):
+        work = np.zeros((k, _ROWS))
+        piece = steps[first : first + _ROWS, order.numpy()]
+        work[:, : len(piece)] = piece.T
+        found = np.zeros((k, _ROWS), np.int8)
+        clipped += int(_feedback(work, coefficients.numpy(), found))
+        levels[first : first + _ROWS, order.numpy()] = found[:, : len(piece)].T
+    return torch.from_numpy(levels), clipped
+
+
+@_compiled
+def _cholesky(upper: Any) -> bool:
+    """A = U^T U in place of A's upper triangle, row k then divided by U[k, k]. False where A is not positive."""
+    size = upper.shape[0]
+    pivots = np.empty(size)
+    for start in range(0, size, _BLOCK):
+        stop = min(start + _BLOCK, size)
+        for k in range(start, stop):
+            row, pivot = upper[k], upper[k, k]
+            if not (pivot > 0.0 and pivot < np.inf):
+                return False
+            pivots[k] = pivot
+            for i in range(k + 1, stop):
+                share, other = row[i] / pivot, upper[i]
+                for j in range(i, size):
+                    other[j] -= share * row[j]
+        for i in range(stop, size):
+            other = upper[i]
+            for left in range(i, size, _TILE):
+                right = min(left + _TILE, size)
+                for k in range(start, stop):
+                    row = upper[k]
+                    share = row[i] / pivots[k]
+                    for j in range(left, right):
+                        other[j] -= share * row[j]
+    return _unit_columns(upper, pivots)
+
+
+@_compiled
+def _unit_columns(upper: Any, pivots: Any) -> bool:
+    """Divide each row by its pivot, and zero what lies below the diagonal."""
+    for k in range(upper.shape[0]):
+        row = upper[k]
+        for j in range(k):
+            row[j] = 0.0
+        for j in range(k, row.size):
+            row[j] /= pivots[k]
+    return True
+
+
+@_compiled
+def _feedback(work: Any, coefficients: Any, levels: Any) -> int:
+    """Of the columns (K, R), which lie in rows here. work: steps of the scale, changed. Returns the clipped values."""
+    size, rows = work.shape
+    errors, original, clipped = np.empty((_BLOCK, rows)), np.empty(rows), 0
+    for start in range(0, size, _BLOCK):
+        stop = min(start + _BLOCK, size)
+        for j in range(start, stop):
+            target, error = work[j], errors[j - start]
+            original[:] = target
+            # ... see below
+            for r in range(rows):
+                error[r] = float64(0.0)
+    return clipped
