@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from p2q.checkpoint import check_tied, open_checkpoint
+from p2q.checkpoint import Checkpoint, check_tied, open_checkpoint
+from p2q.errors import CheckpointError
 from p2q.layers import Layer, check_length
+from p2q.manifest import MANIFEST_NAME
 from p2q.requantize import requantize, requantizer_on
 from p2q.scales import Rule, check_exponents, check_scale, power_of_two
 from p2q.scheme import quantized_layers, read_quantization_config
@@ -25,6 +27,23 @@ from p2q.shards import input_exponent
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationConfig
+
+
+def _check_library_can(checkpoint: Checkpoint, scales: set[str]) -> None:
+    """Refuse what `convert_checkpoint` would stop at half-way, or carry over though it is no longer true."""
+    for name in checkpoint.shards:
+        if scales.issuperset(tensor for tensor, info in checkpoint.tensors.items() if info.shard == name):
+            raise CheckpointError(
+                "compressed-tensors cannot convert a shard of nothing but scales",
+                file=checkpoint.shards[name].path,
+                hint="`p2q convert` can",
+            )
+    if (checkpoint.path / MANIFEST_NAME).exists():
+        raise CheckpointError(
+            "the source has a manifest, which compressed-tensors would copy",
+            file=checkpoint.path / MANIFEST_NAME,
+            hint="`p2q convert --overwrite` copies a converted checkpoint",
+        )
 
 
 class PowerOfTwoConverter:
@@ -46,6 +65,10 @@ class PowerOfTwoConverter:
         check_tied(checkpoint)
         for layer in self._layers.values():
             check_length(checkpoint, layer)
+            if layer.input_scale is not None:
+                file = str(checkpoint.file_of(layer.input_scale))
+                input_exponent(checkpoint.read(layer.input_scale), file=file, tensor=layer.input_scale)
+        _check_library_can(checkpoint, {layer.scale for layer in self._layers.values()})
         self._config = read_quantization_config(checkpoint.config, str(Path(source) / "config.json"))
         self._rule, self._input_scales = rule, input_scales
         self._requantizer = requantizer_on(device)

@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 
 from p2q.checkpoint import Checkpoint, ShardReader, open_checkpoint
+from p2q.contract import exponent_bounds
 from p2q.errors import CheckpointError, ScaleError
 from p2q.layers import Layer
-from p2q.requantize import candidates
+from p2q.requantize import candidates, settle_zero_rows
 from p2q.rounding import error_at, round_to_int8
 from p2q.scales import Figures, Rule, choose_smaller, decompose, power_of_two
 
@@ -65,10 +66,14 @@ class Originals:
 
 
 class OriginalRows:
-    """See `requantize.Rows`: the same steps, with the original values of each block."""
+    """See `requantize.Rows`: the same steps, with the original values of each block.
+
+    Errors are summed in units of 2^-20 of a step, so that rules are exact but for ties closer than that.
+    """
 
     def __init__(self, originals: Originals, layer: Layer, rule: Rule) -> None:
         self._originals, self._layer, self._rule = originals, layer, rule
+        self._bounds = exponent_bounds(originals.checkpoint.tensors[layer.weight].shape[-1])
         self._exponents: list[torch.Tensor] = []
         self._clipped = 0
         self._errors: list[float] = []
@@ -77,23 +82,25 @@ class OriginalRows:
         self._last: tuple[int, torch.Tensor] | None = None
 
     def tally(self, block: torch.Tensor, start: int, scale: torch.Tensor) -> torch.Tensor:
-        """Squared errors under the smaller and the larger exponent: (S, 4) int64, two limbs each."""
+        """Squared errors under both exponents, in two limbs each, and how many values are not zero: (S, 5) int64."""
         values = self._values(block, start)
         steps = values.to(torch.float64) / scale.reshape(-1, 1) - block
         self._distance += float((steps**2).sum())
         self._count += block.numel()
         significand, floor = decompose(scale)
         low, high = candidates(significand, self._rule)
-        return torch.stack([*error_at(values, floor, floor + low), *error_at(values, floor, floor + high)], dim=1)
+        errors = (*error_at(values, floor, floor + low), *error_at(values, floor, floor + high))
+        return torch.stack([*errors, (values != 0).sum(dim=1)], dim=1)
 
     def choose(self, tally: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """The exponents: (S,)."""
         significand, floor = decompose(scale)
         low, high = candidates(significand, self._rule)
-        low_upper, low_lower, high_upper, high_lower = tally.unbind(dim=1)
+        low_upper, low_lower, high_upper, high_lower, filled = tally.unbind(dim=1)
         small = low_upper + (low_lower >> 32), low_lower & 0xFFFFFFFF  # limbs of several blocks were added
         large = high_upper + (high_lower >> 32), high_lower & 0xFFFFFFFF
         exponents = choose_smaller(floor + low, floor + high, small, large).to(torch.int32)
+        exponents = settle_zero_rows(exponents, filled == 0, self._bounds)
         self._exponents.append(exponents)
         return exponents
 

@@ -140,6 +140,12 @@ def candidates(significand: torch.Tensor, rule: Rule) -> tuple[torch.Tensor, tor
     return floor, ceil
 
 
+def settle_zero_rows(exponents: torch.Tensor, zero: torch.Tensor, bounds: tuple[int, int]) -> torch.Tensor:
+    """k = 0 for rows of zeros whose exponent could not be proved in range: they are zeros under any scale. All (S,)."""
+    low, high = bounds
+    return torch.where(((exponents < low) | (exponents > high)) & zero, torch.zeros_like(exponents), exponents)
+
+
 class Rows:
     """One weight, requantized block by block: `tally` what belongs to a scale, `choose` its exponent, `apply` it.
 
@@ -162,12 +168,7 @@ class Rows:
         """The tables of new values for the next scales: (S, 256) int8. scale: (S,) float64."""
         significand, floor = decompose(scale)
         tables = self._requantizer.tables(tally, significand, *candidates(significand, self._rule))
-        exponents = floor + tables.exponents
-        # Zeros are zeros under any scale: a row of them whose exponent could not be proved in range gets k = 0.
-        low, high = self._bounds
-        odd = (exponents < low) | (exponents > high)
-        if odd.any():
-            exponents = torch.where(odd & ~tally[:, 1:].any(dim=1), torch.zeros_like(exponents), exponents)
+        exponents = settle_zero_rows(floor + tables.exponents, ~tally[:, 1:].any(dim=1), self._bounds)
         unit = torch.ldexp(torch.ones_like(scale), 2 * (floor - SIGNIFICAND_BITS + 1))
         self._exponents.append(exponents)
         self._clipped += int(tables.clipped.sum())

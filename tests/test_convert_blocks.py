@@ -19,6 +19,7 @@ Tree = Callable[[Path], dict[str, str]]
 Tensors = dict[str, torch.Tensor]
 FUSED = "model.layers.0.mlp.experts.down_proj"
 BLOCKS = [1, 7, 64, 1000, 1 << 22]
+REQUANTIZERS: dict[str, Requantizer] = {"torch": TorchRequantizer(), "compiled": CpuRequantizer()}
 
 
 @pytest.fixture
@@ -97,7 +98,7 @@ def test_convert_in_torch_gives_the_bytes_of_the_compiled_loops(
     source: Path, tmp_path: Path, tree: Tree, monkeypatch: pytest.MonkeyPatch, block: int, rule: Rule
 ) -> None:
     monkeypatch.setattr(shards, "BLOCK_BYTES", block)
-    for name, requantizer in {"torch": TorchRequantizer(), "compiled": CpuRequantizer()}.items():
+    for name, requantizer in REQUANTIZERS.items():
         with_requantizer(monkeypatch, requantizer)
         convert(source, tmp_path / name, rule=rule)
     assert tree(tmp_path / "torch") == tree(tmp_path / "compiled")
@@ -107,7 +108,7 @@ def test_convert_in_torch_gives_the_bytes_of_the_compiled_loops(
 def test_convert_tiny_llama_in_torch_gives_the_bytes_of_the_compiled_loops(
     tiny_w8a8: Path, tmp_path: Path, tree: Tree, monkeypatch: pytest.MonkeyPatch, rule: Rule
 ) -> None:
-    for name, requantizer in {"torch": TorchRequantizer(), "compiled": CpuRequantizer()}.items():
+    for name, requantizer in REQUANTIZERS.items():
         with_requantizer(monkeypatch, requantizer)
         convert(tiny_w8a8, tmp_path / name, rule=rule)
     assert tree(tmp_path / "torch") == tree(tmp_path / "compiled")

@@ -290,3 +290,26 @@ def test_converter_refuses_what_convert_refuses(
     with pytest.raises(error) as by_converter:
         PowerOfTwoConverter(source)
     assert str(by_converter.value) == str(by_convert.value)
+
+
+def test_converter_shard_of_nothing_but_scales_is_refused_at_once(make_checkpoint: Make, w8a8: Tensors) -> None:
+    scales = [name for name in w8a8 if name.endswith("_scale")]
+    shards = {"a.safetensors": [name for name in w8a8 if name not in scales], "b.safetensors": scales}
+    with pytest.raises(CheckpointError, match=r"b\.safetensors: compressed-tensors cannot convert a shard of nothing"):
+        PowerOfTwoConverter(make_checkpoint(w8a8, shards=shards))
+
+
+def test_converter_source_with_a_manifest_is_refused_at_once(tiny_p2q: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"p2q_manifest\.json: the source has a manifest"):
+        PowerOfTwoConverter(tiny_p2q)
+
+
+def test_converter_activation_scale_that_is_no_number_is_refused_at_once(
+    make_checkpoint: Make, make_config: Callable[..., Any], w8a8: Tensors
+) -> None:
+    config = make_config()
+    config["config_groups"]["group_0"]["input_activations"] |= {"dynamic": False, "strategy": "tensor"}
+    w8a8 |= {f"{name}.input_scale": torch.ones(1) for name in (UP, DOWN)}
+    w8a8[f"{UP}.input_scale"][0] = float("nan")
+    with pytest.raises(ScaleError, match=r"up_proj\.input_scale: bad activation scale; .*got float32 nan"):
+        PowerOfTwoConverter(make_checkpoint(w8a8, quantization=config))

@@ -125,10 +125,7 @@ def pair(make_checkpoint: Make, w8a8: Tensors) -> Callable[..., tuple[Path, Path
         layers |= {f"{DOWN}.weight": levels, f"{DOWN}.weight_scale": down_scale.reshape(8, 1)}
         originals = {f"{UP}.weight": original, f"{DOWN}.weight": down}
         source = make_checkpoint({**w8a8, **layers}, "int8")
-        return source, make_checkpoint({**w8a8, **originals} | no_scales(w8a8), "originals", quantization=False)
-
-    def no_scales(tensors: Tensors) -> Tensors:
-        return {"lm_head.weight": tensors["lm_head.weight"]}
+        return source, make_checkpoint(originals, "originals", quantization=False)
 
     return make
 
@@ -281,7 +278,7 @@ def test_convert_tiny_llama_from_weights_is_nearer_to_them(
     def relative_error(made: Tensors, name: str) -> float:
         weight = exact[name].to(torch.float64)
         dequantized = made[name].to(torch.float64) * made[f"{name}_scale"].to(torch.float64)
-        return ((dequantized - weight).norm() / weight.norm()).item()
+        return float((dequantized - weight).norm() / weight.norm())
 
     layers = [name for name, tensor in once.items() if tensor.dtype == torch.int8]
     assert len(layers) == 14
@@ -355,7 +352,7 @@ def test_convert_from_changed_weights_gives_another_digest(
     source, originals = pair(values(24, 40))
     first = convert(source, tmp_path / "a", from_weights=originals).manifest
     tensors = load(originals)
-    tensors[f"{UP}.weight"][5, 7] = -tensors[f"{UP}.weight"][5, 7]
+    tensors[f"{UP}.weight"][5, 7] *= 1.02
     save_file(tensors, originals / "model.safetensors", {"format": "pt"})
     second = convert(source, tmp_path / "b", from_weights=originals).manifest
     assert first is not None
@@ -376,7 +373,7 @@ def test_convert_from_weights_that_change_under_a_stopped_run_starts_afresh(
     with pytest.raises(KeyboardInterrupt):
         convert(source, tmp_path / "target", from_weights=originals, progress=stop)
     tensors = load(originals)
-    tensors[f"{UP}.weight"][5, 7] = -tensors[f"{UP}.weight"][5, 7]
+    tensors[f"{UP}.weight"][5, 7] *= 1.02
     save_file(tensors, originals / "model.safetensors", {"format": "pt"})
     resumed = convert(source, tmp_path / "target", from_weights=originals).manifest
     assert resumed == convert(source, tmp_path / "fresh", from_weights=originals).manifest
@@ -480,3 +477,21 @@ def test_convert_from_the_int8_checkpoint_itself_is_refused(tiny_w8a8: Path, tmp
 def test_convert_from_weights_that_are_no_checkpoint_is_refused(tiny_w8a8: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a checkpoint directory"):
         convert(tiny_w8a8, tmp_path / "target", from_weights=tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("scale", [1e-40, 2.0**-100, 1e30])
+def test_originals_row_of_zeros_gets_a_usable_scale_whatever_it_had(
+    make_checkpoint: Make, w8a8: Tensors, tmp_path: Path, scale: float
+) -> None:
+    w8a8[f"{UP}.weight"][1] = 0
+    original = {
+        f"{name}.weight": (w8a8[f"{name}.weight"] * w8a8[f"{name}.weight_scale"]).to(torch.float32)
+        for name in (UP, DOWN)
+    }
+    w8a8[f"{UP}.weight_scale"][1] = scale
+    source = make_checkpoint(w8a8)
+    originals = make_checkpoint(original, "originals", quantization=False)
+    convert(source, tmp_path / "target", from_weights=originals)
+    after = load_file(tmp_path / "target" / "model.safetensors")
+    assert after[f"{UP}.weight"][1].tolist() == [0] * 8
+    assert after[f"{UP}.weight_scale"][1].item() == 1.0

@@ -271,7 +271,7 @@ def kv_cache(strategy: str = "tensor", kind: str = "float") -> Args:
 
 ATTENTION, MLP = ("re:.*self_attn.*",), ("re:.*mlp.*",)
 GPTQ, STATIC = (Group(weights(actorder="static")),), (Group(inputs=static()),)
-PACKED = {"form": "pack-quantized", "inputs": None}
+PACKED: dict[str, Any] = {"form": "pack-quantized", "inputs": None}
 
 CONVERTIBLE = {
     "rtn": Layout(),
