@@ -122,8 +122,8 @@ def test_source_that_is_no_checkpoint_is_refused(
         ("empty", "not a checkpoint: there is no config.json"),
         (
             "no weights",
-            "there are no safetensors weights; got pytorch_model.bin, which is a pickle and unsafe: reading it may run any "
-            "code. Save the model with safetensors first",
+            "there are no safetensors weights; got pytorch_model.bin, which is a pickle and unsafe: "
+            "reading it may run any code. Save the model with safetensors first",
         ),
         ("x" * 300, "File name too long"),
     ],
