@@ -159,14 +159,14 @@ def _shard_names(path: Path) -> tuple[list[str], dict[str, str] | None]:
             raise CheckpointError("the index has no weight map", file=index_path, expected="{tensor: shard}")
         names = sorted(set(weight_map.values()))
         for name in names:
-            if Path(name).name != name:
+            if Path(name).name != name or not name.endswith(".safetensors"):
                 raise CheckpointError(
-                    "the index names a file outside the checkpoint's folder",
+                    "the index names a file that is no shard of this folder",
                     file=index_path,
-                    expected="file names without a path",
+                    expected="names that end in .safetensors, without a path",
                     got=name,
                 )
-            if not (path / name).is_file():
+            if not _is_file(path / name):
                 tensors = sorted(tensor for tensor, shard in weight_map.items() if shard == name)
                 raise CheckpointError(
                     "a shard that the index names is missing",
@@ -196,6 +196,13 @@ def _shard_names(path: Path) -> tuple[list[str], dict[str, str] | None]:
     )
 
 
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long
+        return False
+
+
 def _read_header(path: Path, name: str) -> tuple[Shard, dict[str, TensorInfo]]:
     try:
         # The library checks that the header is sound and that its offsets cover the file.
@@ -206,12 +213,30 @@ def _read_header(path: Path, name: str) -> tuple[Shard, dict[str, TensorInfo]]:
             text = f.read(int.from_bytes(prefix, "little"))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"not a complete safetensors file ({error})", file=path) from error
-    entries = json.loads(text)
+    entries = json.loads(text, object_pairs_hook=lambda pairs: _without_duplicates(pairs, path))
     metadata = entries.pop("__metadata__", None) or {}
-    return Shard(path, prefix + text, metadata), {
-        tensor: TensorInfo(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
-        for tensor, entry in entries.items()
-    }
+    tensors = {}
+    for tensor, entry in entries.items():
+        # The library also takes the fields as an array, and a dtype as an object.
+        if not isinstance(entry, dict) or not isinstance(entry["dtype"], str):
+            raise CheckpointError(
+                "bad header",
+                file=path,
+                tensor=tensor,
+                expected="an object with dtype, shape and data_offsets",
+                got=str(entry)[:80],
+            )
+        tensors[tensor] = TensorInfo(name, entry["dtype"], tuple(entry["shape"]), *entry["data_offsets"])
+    return Shard(path, prefix + text, metadata), tensors
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise CheckpointError("bad header: the name is there twice", file=path, tensor=twice)
+    return found
 
 
 def _check_weight_map(path: Path, weight_map: dict[str, str] | None, tensors: dict[str, TensorInfo]) -> None:

@@ -29,7 +29,7 @@ from p2q.scales import Rule, exponent_of, is_power_of_two
 from p2q.scheme import quantized_layers
 from p2q.shards import Plan, convert_shard, input_exponent, others_digest
 from p2q.target import check_target
-from p2q.unfinished import Job, Unfinished, unfinished
+from p2q.unfinished import Job, Unfinished, remove_leftover, unfinished
 
 Progress = Callable[[int, int], None]
 """Called with (bytes of shards done, bytes in all), from any thread, one call at a time."""
@@ -100,6 +100,7 @@ def convert(
         CheckpointError, SchemeError, ScaleError: the source is not a checkpoint that can be converted.
         TargetError: the target cannot be written, or parts of it are missing.
     """
+    remove_leftover(target, source)
     checkpoint = open_checkpoint(source)
     check_target(target, source=source, overwrite=overwrite)
     layers = quantized_layers(checkpoint)

@@ -114,12 +114,12 @@ def _matches(checkpoint: Checkpoint, layer: Layer, pattern: str) -> bool:
 
     try:
         return bool(match_name(layer.name, pattern))
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         raise SchemeError(
             "bad quantization_config",
             file=checkpoint.path / "config.json",
             expected="a regular expression",
-            got=f"{pattern} ({error})",
+            got=f"{pattern[:80]} ({error})",
         ) from error
 
 

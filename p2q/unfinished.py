@@ -165,6 +165,13 @@ def unfinished(target: Path, *, source: Path, overwrite: bool, part: str | None)
                     folder.rmdir()
 
 
+def remove_leftover(target: Path, source: Path) -> None:
+    """Remove what a run leaves that is killed after its target got its name: a folder without a tree."""
+    work = Unfinished(target, source)
+    if work.folder.is_dir() and not work.tree.is_dir():
+        _remove(work)
+
+
 def _remove(work: Unfinished) -> None:
     """Remove the folder, unless another run holds it."""
     with contextlib.suppress(OSError, TargetError), contextlib.ExitStack() as stack:

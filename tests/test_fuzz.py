@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
 
 from p2q.checkpoint import INDEX_NAME, open_checkpoint
 from p2q.errors import CheckpointError, ScaleError, SchemeError
@@ -18,7 +17,7 @@ from p2q.scheme import quantized_layers
 
 Json = Any
 Where = tuple[str | int, ...]
-Mutation = tuple[int, str, Json]
+Mutation = tuple[int | Where, str, Json]
 UP = "model.layers.0.mlp.up_proj"
 A, B = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 bounded = settings(
@@ -58,16 +57,17 @@ def places(value: Json, where: Where = ()) -> list[Where]:
 
 
 def mutated(document: Json, mutations: list[Mutation]) -> Json:
-    """A copy in which values were dropped, renamed, or replaced by others."""
+    """A copy in which values were dropped, renamed, or replaced by others: at a place, or at the n-th of all."""
     document = copy.deepcopy(document)
     for choice, kind, value in mutations:
         found = places(document)
         if not found:
             return value
-        *above, last = found[choice % len(found)]
-        parent = document
-        for key in above:
-            parent = parent[key]
+        where = found[choice % len(found)] if isinstance(choice, int) else choice
+        if where not in found:
+            continue
+        *above, last = where
+        parent = at_place(document, tuple(above))
         old = parent[last]
         if kind == "drop":
             del parent[last]
@@ -76,15 +76,15 @@ def mutated(document: Json, mutations: list[Mutation]) -> Json:
         elif kind == "as list" and isinstance(old, dict):
             parent[last] = list(old.values())
         elif kind == "wrap":
-            parent[last] = {str(value): old} if choice % 2 else [old]
-        elif kind == "copy":
-            parent[last] = copy.deepcopy(old if not found else _at(document, found[(choice // 7) % len(found)]))
+            parent[last] = {old: value} if isinstance(old, str) else [old]
+        elif kind == "copy" and isinstance(choice, int):
+            parent[last] = copy.deepcopy(at_place(document, found[(choice // 7) % len(found)]))
         else:
             parent[last] = value
     return document
 
 
-def _at(document: Json, where: Where) -> Json:
+def at_place(document: Json, where: Where) -> Json:
     for key in where:
         document = document[key]
     return document
@@ -101,16 +101,99 @@ def opens_or_is_refused(folder: Path) -> None:
         assert layers
 
 
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The files of a checkpoint of two shards."""
-    return {}
-
-
 @pytest.fixture
-def folder(tmp_path: Path, make_checkpoint: Callable[..., Path], w8a8: dict[str, Any]) -> Path:
+def folder(make_checkpoint: Callable[..., Path], w8a8: dict[str, Any]) -> Path:
+    """A sound checkpoint of two shards and an index."""
     names = list(w8a8)
     source = make_checkpoint(w8a8, shards={A: names[::2], B: names[1::2]})
-    opens_or_is_refused(source)
     assert len(quantized_layers(open_checkpoint(source))) == 2
     return source
+
+
+def split(shard: bytes) -> tuple[Json, bytes]:
+    """A shard's header and its data."""
+    length = struct.unpack("<Q", shard[:8])[0]
+    return json.loads(shard[8 : 8 + length]), shard[8 + length :]
+
+
+def joined(header: bytes, data: bytes) -> bytes:
+    """A shard of them, with the right length prefix."""
+    return struct.pack("<Q", len(header)) + header + data
+
+
+@bounded
+@given(content=st.binary(max_size=300), prefix=st.booleans())
+def test_shard_of_random_bytes_opens_or_is_refused(folder: Path, content: bytes, prefix: bool) -> None:
+    (folder / A).write_bytes(joined(content, b"") if prefix else content)
+    opens_or_is_refused(folder)
+
+
+@bounded
+@given(
+    edits=st.lists(
+        st.tuples(st.floats(0, 1), st.sampled_from(["set", "insert", "delete"]), st.binary(min_size=1, max_size=9)),
+        min_size=1,
+        max_size=4,
+    ),
+    prefix=st.booleans(),
+)
+def test_shard_with_edited_bytes_opens_or_is_refused(
+    folder: Path, edits: list[tuple[float, str, bytes]], prefix: bool
+) -> None:
+    whole = (folder / B).read_bytes()
+    header, data = split(whole)
+    edited = bytearray(json.dumps(header).encode() if prefix else whole)
+    for at, kind, content in edits:
+        start = int(at * len(edited))
+        edited[start : start + (0 if kind == "insert" else len(content))] = b"" if kind == "delete" else content
+    (folder / B).write_bytes(joined(bytes(edited), data) if prefix else bytes(edited))
+    try:
+        opens_or_is_refused(folder)
+    finally:
+        (folder / B).write_bytes(whole)
+
+
+@bounded
+@given(mutations=_MUTATIONS)
+@example(mutations=[((f"{UP}.weight",), "as list", None)])
+@example(mutations=[((f"{UP}.weight", "dtype"), "wrap", None)])
+@example(mutations=[(("__metadata__",), "replace", None)])
+def test_shard_with_another_header_opens_or_is_refused(folder: Path, mutations: list[Mutation]) -> None:
+    whole = (folder / B).read_bytes()
+    header, data = split(whole)
+    (folder / B).write_bytes(joined(json.dumps(mutated(header, mutations)).encode(), data))
+    try:
+        opens_or_is_refused(folder)
+    finally:
+        (folder / B).write_bytes(whole)
+
+
+@bounded
+@pytest.mark.parametrize("name", ["config.json", INDEX_NAME])
+@given(mutations=_MUTATIONS)
+@example(mutations=[(("weight_map", f"{UP}.weight"), "replace", "x" * 300)])
+@example(mutations=[(("quantization_config", "ignore", 0), "replace", "re:a{99999999999}")])
+@example(mutations=[(("quantization_config", "ignore", 0), "replace", "re:" + "(" * 5000)])
+def test_json_with_other_values_opens_or_is_refused(folder: Path, name: str, mutations: list[Mutation]) -> None:
+    whole = (folder / name).read_text()
+    (folder / name).write_text(json.dumps(mutated(json.loads(whole), mutations)))
+    try:
+        opens_or_is_refused(folder)
+    finally:
+        (folder / name).write_text(whole)
+
+
+@bounded
+@given(edits=st.lists(st.tuples(st.floats(0, 1), st.binary(max_size=4)), min_size=1, max_size=3))
+@pytest.mark.parametrize("name", ["config.json", INDEX_NAME])
+def test_json_with_edited_bytes_opens_or_is_refused(folder: Path, name: str, edits: list[tuple[float, bytes]]) -> None:
+    whole = (folder / name).read_bytes()
+    edited = bytearray(whole)
+    for at, content in edits:
+        start = int(at * len(edited))
+        edited[start : start + 1] = content
+    (folder / name).write_bytes(edited)
+    try:
+        opens_or_is_refused(folder)
+    finally:
+        (folder / name).write_bytes(whole)

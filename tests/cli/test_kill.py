@@ -1,12 +1,12 @@
 """Conversions that are killed, made in parts, or run side by side: what was finished counts, and nothing else does."""
 
+import functools
 import itertools
 import os
 import random
 import shutil
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from p2q import convert as module
+from p2q import shards
 from p2q.convert import convert
 
 Make = Callable[..., Path]
@@ -25,24 +26,20 @@ Refused = Callable[..., str]
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
 SHARDS = [f"model-0000{i}-of-00004.safetensors" for i in (1, 2, 3, 4)]
 CALLS = ("pwrite", "preadv", "replace", "rename", "fsync")
+PARTS = ("1/3", "2/3", "3/3")
 WORK = ".target.p2q-work"
 
 
 @pytest.fixture
 def source(make_checkpoint: Make, w8a8: dict[str, torch.Tensor]) -> Path:
     """Four shards: a weight and its scale apart, another pair together, and one without either."""
-    placed = (
-        [f"{UP}.weight", "model.norm.weight"],
-        [f"{UP}.weight_scale"],
-        [f"{DOWN}.weight", f"{DOWN}.weight_scale"],
-        ["model.embed_tokens.weight", "lm_head.weight"],
-    )
+    apart = [f"{UP}.weight", "model.norm.weight"], [f"{UP}.weight_scale"]
+    placed = *apart, [f"{DOWN}.weight", f"{DOWN}.weight_scale"], ["model.embed_tokens.weight", "lm_head.weight"]
     return make_checkpoint(w8a8, shards=dict(zip(SHARDS, placed, strict=True)))
 
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
-    """In a folder of its own, to see what else appears there."""
     (tmp_path / "out").mkdir()
     return tmp_path / "out" / "target"
 
@@ -56,9 +53,8 @@ def whole(source: Path, tmp_path: Path, tree: Tree) -> dict[str, str]:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The shards that are read for conversion in this process."""
     names: list[str] = []
-    real = module.convert_shard
+    real = shards.convert_shard
 
     def note(plan: Any, name: str, path: Path | None) -> Any:
         names.append(name)
@@ -70,22 +66,17 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def count_calls(calls: tuple[str, ...], step: int, kill: Callable[[], object]) -> Callable[[], int]:
     """Call `kill` before call `step` of functions of os. For a process that ends: nothing is put back."""
-    lock, count = threading.Lock(), 0
+    numbers, seen = itertools.count(1), [0]
 
-    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any, **options: Any) -> Any:
-            nonlocal count
-            with lock:
-                count += 1
-                if count == step:
-                    kill()
-            return real(*arguments, **options)
-
-        return call
+    def call(real: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        seen[0] = next(numbers)
+        if seen[0] == step:
+            kill()
+        return real(*arguments, **options)
 
     for name in calls:
-        setattr(os, name, counted(getattr(os, name)))
-    return lambda: count
+        setattr(os, name, functools.partial(call, getattr(os, name)))
+    return lambda: seen[0]
 
 
 def killed(fork: Fork, calls: tuple[str, ...], step: int, source: Path, target: Path, workers: int) -> None:
@@ -120,9 +111,8 @@ def test_conversion_killed_at_any_of_twenty_moments_is_completed_by_the_next_cal
         said.write_text(str(calls()))
 
     assert os.waitpid(fork(count), 0)[1] == 0
-    steps = random.Random(workers).sample(range(1, int(said.read_text()) + 1), 20)
     kept = 0
-    for step in steps:
+    for step in random.Random(workers).sample(range(1, int(said.read_text()) + 1), 20):
         killed(fork, CALLS, step, source, target, workers=workers)
         assert tree(source) == original
         assert not target.exists() or tree(target) == whole, f"step {step}"
@@ -138,7 +128,6 @@ def test_finished_shards_are_kept_and_not_converted_again(
     fork: Fork, source: Path, target: Path, whole: dict[str, str], tree: Tree, made: list[str], finished: int
 ) -> None:
     killed_after(finished, fork, source, target)
-    made.clear()
     done = convert(source, target, workers=1)
     assert (done.kept, done.shards) == (finished, 4 - finished)
     assert made == SHARDS[finished:]
@@ -161,9 +150,7 @@ def test_finished_shard_that_is_no_longer_whole_is_made_again(
     fork: Fork, source: Path, target: Path, whole: dict[str, str], tree: Tree, made: list[str], damage: str
 ) -> None:
     killed_after(2, fork, source, target)
-    work = target.parent / WORK
-    DAMAGES[damage](work / "tree", work / "records" / f"{SHARDS[0]}.json")
-    made.clear()
+    DAMAGES[damage](target.parent / WORK / "tree", target.parent / WORK / "records" / f"{SHARDS[0]}.json")
     assert convert(source, target, workers=1).kept == 1
     assert made == [SHARDS[0], *SHARDS[2:]]
     assert tree(target) == whole
@@ -201,7 +188,6 @@ def test_options_that_changed_after_a_kill_are_refused_until_overwrite(
 
 @pytest.fixture
 def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A small file system with the options of the parameter."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", request.param, "tmpfs", folder], capture_output=True).returncode:
@@ -210,8 +196,7 @@ def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
-@pytest.mark.parametrize("disk", ["ro"], indirect=True)
-@pytest.mark.parametrize("relative", ["target", "new/parents/target"])
+@pytest.mark.parametrize(("disk", "relative"), [("ro", "target"), ("ro", "new/parents/target")], indirect=["disk"])
 def test_target_where_nobody_may_write_is_refused(refused: Refused, source: Path, disk: Path, relative: str) -> None:
     told = refused("convert", source, disk / relative)
     assert told == f"{disk / relative}: cannot be written (Read-only file system); it is as it was"
@@ -221,7 +206,7 @@ def test_target_where_nobody_may_write_is_refused(refused: Refused, source: Path
 def test_disk_that_fills_half_way_is_refused_and_the_next_call_goes_on(
     p2q: P2Q, source: Path, disk: Path, whole: dict[str, str], tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, target, filler = module.convert_shard, disk / "target", disk / "filler"
+    real, target, filler = shards.convert_shard, disk / "target", disk / "filler"
 
     def fill(plan: Any, name: str, path: Path) -> Any:
         if name == SHARDS[2]:
@@ -250,7 +235,7 @@ def test_second_run_for_a_target_at_the_same_time_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     told: list[str] = []
-    real = module.convert_shard
+    real = shards.convert_shard
 
     def meanwhile(plan: Any, name: str, path: Path) -> Any:
         if not told:
@@ -264,14 +249,10 @@ def test_second_run_for_a_target_at_the_same_time_is_refused(
     assert tree(target) == whole
 
 
-ORDERS = [*itertools.permutations(("1/3", "2/3", "3/3")), ("1/3", "2/3", "1/3", "3/3", "3/3")]
-
-
-@pytest.mark.parametrize("order", ORDERS, ids=" ".join)
+@pytest.mark.parametrize("order", [*itertools.permutations(PARTS), (*PARTS, *PARTS)], ids=" ".join)
 def test_parts_in_any_order_and_twice_give_the_bytes_of_one_run(
     p2q: P2Q, source: Path, target: Path, whole: dict[str, str], tree: Tree, made: list[str], order: tuple[str, ...]
 ) -> None:
-    made.clear()
     for part in order:
         assert p2q("convert", source, target, "--part", part).code == 0
         assert not target.exists()
@@ -286,7 +267,7 @@ def test_finish_without_a_part_is_refused_and_a_plain_call_completes(
     refused: Refused, p2q: P2Q, source: Path, target: Path, whole: dict[str, str], tree: Tree, made: list[str],
     missing: str, shards: list[int],
 ) -> None:  # fmt: skip
-    for part in {"1/3", "2/3", "3/3"} - {missing}:
+    for part in sorted({*PARTS} - {missing}):
         p2q("convert", source, target, "--part", part)
     names = [SHARDS[i] for i in shards]
     told = refused("convert", source, target, "--part", "finish")
@@ -301,12 +282,17 @@ def test_finish_without_a_part_is_refused_and_a_plain_call_completes(
     ("options", "reason"), [("2/4", "expected parts 3, got parts 4"), ("2/3 --rule ceil", "rule mse, got rule ceil")]
 )
 def test_part_of_another_division_or_rule_is_refused(
-    refused: Refused, p2q: P2Q, source: Path, target: Path, options: str, reason: str
+    p2q: P2Q, tree: Tree, source: Path, target: Path, options: str, reason: str
 ) -> None:
     p2q("convert", source, target, "--part", "1/3")
-    told = refused("convert", source, target, "--part", *options.split())
-    assert told.startswith(f"{target.parent / WORK}: ")
-    assert reason in told
+    before = tree(target.parent)
+    found = p2q("convert", source, target, "--part", *options.split())
+    assert found.code == 2
+    assert found.err.startswith(f"error: {target.parent / WORK}: ")
+    assert reason in found.err
+    after = tree(target.parent)
+    assert {name: after[name] for name in before} == before
+    assert all(Path(name).name.startswith("lock") for name in after.keys() - before.keys())
 
 
 @pytest.mark.parametrize("part", ["0/3", "4/3", "x", "", "1", "1/0", "-1/3", "1/3/3", "1.0/3", "٣/٣"])
@@ -316,3 +302,15 @@ def test_part_that_is_none_is_refused(p2q: P2Q, source: Path, target: Path, part
     assert "Traceback" not in found.err
     assert "expected i/n with i from 1 to n, or finish" in " ".join(found.err.replace("│", "").split())
     assert os.listdir(target.parent) == []
+
+
+def test_folder_left_by_a_kill_after_the_target_got_its_name_is_removed_by_the_next_call(
+    p2q: P2Q, tree: Tree, source: Path, target: Path, whole: dict[str, str]
+) -> None:
+    p2q("convert", source, target, "--part", "1/1")
+    shutil.rmtree(target.parent / WORK / "tree")
+    convert(source, target.with_name("copy"))
+    target.with_name("copy").rename(target)
+    assert p2q("convert", source, target).code == 2  # the target exists
+    assert os.listdir(target.parent) == [target.name]
+    assert tree(target) == whole
