@@ -28,6 +28,7 @@ from p2q.requantize import requantizer_on
 from p2q.scales import Rule, exponent_of, is_power_of_two
 from p2q.scheme import quantized_layers
 from p2q.shards import Plan, convert_shard, input_exponent, others_digest
+from p2q.statistics import Statistics
 from p2q.target import check_target
 from p2q.unfinished import Job, Unfinished, remove_leftover, unfinished
 
@@ -71,6 +72,7 @@ def convert(
     rule: Rule = "mse",
     input_scales: bool = False,
     from_weights: Path | None = None,
+    feedback: Path | None = None,
     overwrite: bool = False,
     dry_run: bool = False,
     part: Part | None = None,
@@ -88,6 +90,7 @@ def convert(
         rule: how each scale's exponent is chosen.
         input_scales: make static activation scales powers of two as well (the next larger ones).
         from_weights: a checkpoint with the original weights, to requantize from those.
+        feedback: statistics that `p2q calibrate` collected, to carry errors from column to column.
         overwrite: replace an existing checkpoint, copy a source that is already converted, throw away an unfinished
             conversion with other options.
         dry_run: check and compute everything, write nothing. `files` of the manifest is then empty.
@@ -106,7 +109,8 @@ def convert(
     layers = quantized_layers(checkpoint)
     check_tied(checkpoint)
     originals = Originals(from_weights, checkpoint, layers) if from_weights is not None else None
-    plan = Plan(checkpoint, layers, rule, requantizer_on(device), input_scales, originals)
+    statistics = Statistics(feedback, checkpoint, layers) if feedback is not None else None
+    plan = Plan(checkpoint, layers, rule, requantizer_on(device), input_scales, originals, statistics)
     for layer in layers:
         _check_layer(plan, layer)
     converted = originals is None and all(_is_converted(plan, layer) for layer in layers)
@@ -149,6 +153,7 @@ def convert(
 def _check_layer(plan: Plan, layer: Layer) -> None:
     check_length(plan.checkpoint, layer)
     plan.scale_of(layer)
+    plan.rows(layer)
     if layer.input_scale is not None:
         file = str(plan.checkpoint.file_of(layer.input_scale))
         input_exponent(plan.checkpoint.read(layer.input_scale), file=file, tensor=layer.input_scale)
@@ -261,6 +266,7 @@ def _job(plan: Plan) -> Job:
         "contract": CONTRACT_VERSION,
         "rule": plan.rule,
         "input_scales": plan.input_scales,
+        "feedback": plan.statistics.digest if plan.statistics else None,
         "source": [header_digest(checkpoint) for checkpoint in checkpoints],
     }
 
@@ -278,6 +284,7 @@ def _manifest(plan: Plan, records: dict[str, ShardRecord], files: dict[str, str]
         rule=plan.rule,
         source_digest=digest_of_files(source),
         weights_digest=digest_of_files(originals) if plan.originals else None,
+        statistics_digest=plan.statistics.digest if plan.statistics else None,
         tensors=dict(sorted(tensors.items())),
         input_scales=dict(sorted(inputs.items())),
         files=files,

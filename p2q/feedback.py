@@ -7,13 +7,13 @@ damped, is split into V V^T with V upper triangular, so that
 
     e^T H e = sum_j (sum_{i <= j} V[i, j] e_i)^2,
 
-and column j is rounded after adding sum_{i < j} e_i V[i, j] / V[j, j], which would make its term zero. GPTQ's updates by
-the Cholesky factor of H^-1 give the same numbers, with an inverse on the way.
+and column j is rounded after adding sum_{i < j} e_i V[i, j] / V[j, j], which would make its term zero. GPTQ's updates
+by the Cholesky factor of H^-1 give the same numbers, with an inverse on the way.
 
-The loops are compiled, run in one thread and fix the order of every sum. So the new weights depend on neither blocks nor
-threads, and on no library of linear algebra, of which every machine has another. The statistics do: two machines that
-collect them from the same text get slightly different ones, and thus different weights. The same statistics file gives
-the same bytes.
+The loops are compiled, run in one thread and fix the order of every sum, each product and sum rounded on its own. So
+the new weights depend on neither blocks nor threads, and on no library of linear algebra, of which every machine has
+another. The statistics do: two machines that collect them from the same text get slightly different ones, and thus
+different weights. It is the same statistics file that gives the same bytes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import float64
 
 from p2q.checkpoint import Checkpoint
 from p2q.errors import CheckpointError, SchemeError
 from p2q.layers import Layer
 from p2q.originals import OriginalRows, Originals
 from p2q.requantize import Rows
-from p2q.requantize_cpu import _compiled
+from p2q.requantize_cpu import compiled
 from p2q.scales import Figures, as_float, power_of_two, sum_of_squares
 from p2q.statistics import Statistics
 
@@ -101,8 +100,8 @@ class FeedbackRows:
         if self._factor is None:
             try:
                 self._factor = factor(self._statistics.of(self._layer))
-            except ArithmeticError as error:
-                raise CheckpointError(str(error), file=self._statistics.path, tensor=self._layer.name) from error
+            except ArithmeticError as problem:
+                raise CheckpointError(str(problem), file=self._statistics.path, tensor=self._layer.name) from problem
         repeats = block.shape[1] // self._k
         old, exponents = (column.repeat_interleave(repeats) for column in chosen.unbind(dim=1))
         if self._originals is None:
@@ -143,7 +142,7 @@ def factor(hessian: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     mean = math.fsum(diagonal.tolist()) / len(diagonal)
     # The decomposition begins with the last column: reversed, it is the usual one, whose rows lie together in memory.
     backward = order.flip(0)
-    upper = hessian[backward][:, backward]
+    upper = hessian[backward][:, backward].contiguous()
     dead = diagonal[backward] <= 0
     upper[dead] = 0.0
     upper[:, dead] = 0.0
@@ -171,18 +170,17 @@ def feedback(
     steps = (values / scale).numpy()  # exact, and errors in steps of the row's own scale need no scale
     clipped = 0
     for first in range(0, rows, _ROWS):
-        work = np.zeros((k, _ROWS))
         piece = steps[first : first + _ROWS, order.numpy()]
-        work[:, : len(piece)] = piece.T
-        found = np.zeros((k, _ROWS), np.int8)
-        clipped += int(_feedback(work, coefficients.numpy(), found))
+        columns, found = np.zeros((k, _ROWS)), np.empty((k, _ROWS), np.int8)
+        columns[:, : len(piece)] = piece.T
+        clipped += int(_feedback(columns, coefficients.numpy(), found))
         levels[first : first + _ROWS, order.numpy()] = found[:, : len(piece)].T
     return torch.from_numpy(levels), clipped
 
 
-@_compiled
+@compiled
 def _cholesky(upper: Any) -> bool:
-    """A = U^T U in place of A's upper triangle, row k then divided by U[k, k]. False where A is not positive."""
+    """A = U^T U: U, row k divided by U[k, k], in place of A's upper triangle. False where A is not positive."""
     size = upper.shape[0]
     pivots = np.empty(size)
     for start in range(0, size, _BLOCK):
@@ -205,32 +203,37 @@ def _cholesky(upper: Any) -> bool:
                     share = row[i] / pivots[k]
                     for j in range(left, right):
                         other[j] -= share * row[j]
-    return _unit_columns(upper, pivots)
-
-
-@_compiled
-def _unit_columns(upper: Any, pivots: Any) -> bool:
-    """Divide each row by its pivot, and zero what lies below the diagonal."""
-    for k in range(upper.shape[0]):
+    for k in range(size):
         row = upper[k]
-        for j in range(k):
-            row[j] = 0.0
-        for j in range(k, row.size):
+        for j in range(k, size):
             row[j] /= pivots[k]
     return True
 
 
-@_compiled
-def _feedback(work: Any, coefficients: Any, levels: Any) -> int:
-    """Of the columns (K, R), which lie in rows here. work: steps of the scale, changed. Returns the clipped values."""
-    size, rows = work.shape
-    errors, original, clipped = np.empty((_BLOCK, rows)), np.empty(rows), 0
+@compiled
+def _add(target: Any, share: float, error: Any) -> None:
+    for r in range(_ROWS):
+        target[r] += share * error[r]
+
+
+@compiled
+def _feedback(columns: Any, coefficients: Any, levels: Any) -> int:
+    """Of columns (K, _ROWS), in steps of the scale. Returns the clipped values."""
+    size, clipped = columns.shape[0], 0
+    moved, errors = columns.copy(), np.empty((_BLOCK, _ROWS))
     for start in range(0, size, _BLOCK):
         stop = min(start + _BLOCK, size)
         for j in range(start, stop):
-            target, error = work[j], errors[j - start]
-            original[:] = target
-            # ... see below
-            for r in range(rows):
-                error[r] = float64(0.0)
+            target, error = moved[j], errors[j - start]
+            for i in range(start, j):
+                _add(target, coefficients[j, i], errors[i - start])
+            for r in range(_ROWS):
+                rounded = np.rint(target[r])
+                level = min(max(rounded, -128.0), 127.0)
+                clipped += rounded != level
+                levels[j, r] = level
+                error[r] = columns[j, r] - level
+        for j in range(stop, size):
+            for i in range(start, stop):
+                _add(moved[j], coefficients[j, i], errors[i - start])
     return clipped

@@ -50,6 +50,7 @@ class Manifest(BaseModel):
     """The manifest. It holds no time, host or path, so that the same source and options give the same bytes.
 
     `source_digest`: of the source's files. `weights_digest`: of the original weights, where they were requantized.
+    `statistics_digest`: of the file of statistics, where there was error feedback.
     `input_scales`: {tensor: exponent} of static activation scales that were rewritten.
     """
 
@@ -61,6 +62,7 @@ class Manifest(BaseModel):
     rule: str
     source_digest: str
     weights_digest: str | None = None
+    statistics_digest: str | None = None
     tensors: dict[str, TensorRecord]
     input_scales: dict[str, int] = {}
     files: dict[str, str]

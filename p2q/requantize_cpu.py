@@ -17,7 +17,7 @@ from p2q.requantize import LEVELS, Tables, TorchRequantizer
 from p2q.scales import SIGNIFICAND_BITS
 
 
-def _compiled(function: Callable[..., Any]) -> Any:
+def compiled(function: Callable[..., Any]) -> Any:
     """Compile a function when it is called first, and keep the machine code for later processes."""
     try:
         return njit(nogil=True, cache=True)(function)
@@ -57,7 +57,7 @@ def _bytes(weight: torch.Tensor) -> NDArray[np.uint8]:
     return weight.contiguous().view(torch.uint8).numpy()
 
 
-@_compiled
+@compiled
 def _histogram(weight: Any, counts: Any) -> None:
     for s in range(weight.shape[0]):
         row, count = weight[s], counts[s]
@@ -65,7 +65,7 @@ def _histogram(weight: Any, counts: Any) -> None:
             count[row[index]] += 1
 
 
-@_compiled
+@compiled
 def _lookup(weight: Any, levels: Any, result: Any) -> None:
     for s in range(weight.shape[0]):
         row, table, out = weight[s], levels[s], result[s]
@@ -77,7 +77,7 @@ def _lookup(weight: Any, levels: Any, result: Any) -> None:
 # vectors and 32 x 32 bit products. Casts are needed, since the sum of two int32 is an int64 here.
 
 
-@_compiled
+@compiled
 def _round(product: Any, shift: int, levels: Any, difference: Any) -> None:
     """levels = clamp(rne(product / 2^shift)), and what is lost by that."""
     half, shift = int32((1 << (shift - 1)) - 1), int32(shift)
@@ -89,7 +89,7 @@ def _round(product: Any, shift: int, levels: Any, difference: Any) -> None:
         difference[index] = int32(value - int32(level << shift))
 
 
-@_compiled
+@compiled
 def _squares(count: Any, values: Any) -> tuple[int, int]:
     """sum(count * values^2) in two limbs, as `scales.WideSum` has them."""
     upper, middle, lower = int64(0), int64(0), int64(0)
@@ -102,7 +102,7 @@ def _squares(count: Any, values: Any) -> tuple[int, int]:
     return upper + (middle >> 16) + (lower >> 32), lower & 0xFFFFFFFF
 
 
-@_compiled
+@compiled
 def _tables(counts: Any, significand: Any, low: Any, high: Any, levels: Any, rows: Any) -> None:
     product, candidate, difference = np.empty((3, LEVELS), np.int32)
     old = np.arange(LEVELS).astype(np.uint8).view(np.int8).astype(np.int32)

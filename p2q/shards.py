@@ -8,9 +8,9 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -20,6 +20,10 @@ from p2q.manifest import ShardRecord, TensorRecord, sha256_of
 from p2q.originals import OriginalRows, Originals
 from p2q.requantize import Requantizer, Rows
 from p2q.scales import Figures, Rule, check_exponents, check_input_scale, check_scale, power_of_two
+from p2q.statistics import Statistics
+
+if TYPE_CHECKING:
+    from p2q.feedback import FeedbackRows
 
 BLOCK_BYTES = 1 << 22
 
@@ -29,7 +33,8 @@ class Plan:
     """What a conversion does to every shard.
 
     input_scales: static activation scales become powers of two as well. originals: weights to requantize from instead
-    of the int8 ones. progress: told of bytes that were read; what it raises stops the work.
+    of the int8 ones. statistics: for error feedback. progress: told of bytes that were read; what it raises stops the
+    work.
     """
 
     checkpoint: Checkpoint
@@ -38,6 +43,7 @@ class Plan:
     requantizer: Requantizer
     input_scales: bool = False
     originals: Originals | None = None
+    statistics: Statistics | None = None
     progress: Callable[[int], None] = field(default=lambda _bytes: None)
 
     def scale_of(self, layer: Layer) -> torch.Tensor:
@@ -46,11 +52,18 @@ class Plan:
         file = str(self.checkpoint.file_of(layer.scale))
         return check_scale(shape, scale, lambda: self.checkpoint.read(layer.weight), file=file, tensor=layer.scale)
 
-    def rows(self, layer: Layer) -> Rows | OriginalRows:
+    def rows(self, layer: Layer) -> Rows | OriginalRows | FeedbackRows:
         """What requantizes a layer."""
+        rows: Rows | OriginalRows
         if self.originals is not None:
-            return OriginalRows(self.originals, layer, self.rule)
-        return Rows(self.rule, self.checkpoint.tensors[layer.weight].shape[-1], self.requantizer)
+            rows = OriginalRows(self.originals, layer, self.rule)
+        else:
+            rows = Rows(self.rule, self.checkpoint.tensors[layer.weight].shape[-1], self.requantizer)
+        if self.statistics is None:
+            return rows
+        from p2q.feedback import FeedbackRows  # compiles loops when it is used
+
+        return FeedbackRows(rows, self.checkpoint, layer, self.statistics, self.originals)
 
 
 def input_exponent(scale: torch.Tensor, *, file: str, tensor: str) -> int:
@@ -146,8 +159,9 @@ class _Work:
         for layer, info in self._pending:
             if layer.weight not in self._exponents:  # the weight lies in another shard
                 where = self._plan.checkpoint.tensors[layer.weight]
+                plan = replace(self._plan, statistics=None)  # exponents do not depend on them
                 with ShardReader(self._plan.checkpoint.shards[where.shard]) as reader:
-                    figures = requantize_blocks(self._plan, layer, _Elsewhere(reader, where))
+                    figures = requantize_blocks(plan, layer, _Elsewhere(reader, where))
                 self._exponents[layer.weight] = figures.exponents
             self.write(info.start, power_of_two(self._exponents[layer.weight], self._plan.checkpoint.read(layer.scale)))
 
@@ -227,7 +241,8 @@ def requantize_blocks(plan: Plan, layer: Layer, weight: Weight) -> Figures:
             weight.write(start, rows.apply(block, start, chosen))
             continue
         # A scale of more weights than a block holds: once to choose its exponent, and again to apply it.
-        pieces = [(at, min(BLOCK_BYTES, end - at)) for at in range(start, end, BLOCK_BYTES)]
+        piece_bytes = max(1, BLOCK_BYTES // shape[-1]) * shape[-1]
+        pieces = [(at, min(piece_bytes, end - at)) for at in range(start, end, piece_bytes)]
         tallies = (rows.tally(weight.take(*piece).reshape(1, -1), piece[0], scales).to(torch.int64) for piece in pieces)
         chosen = rows.choose(functools.reduce(torch.add, tallies), scales)
         for piece in pieces:

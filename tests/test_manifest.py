@@ -33,7 +33,7 @@ def test_manifest_reads_back_and_its_text_does_not_depend_on_order(tmp_path: Pat
 
 
 def test_manifest_holds_nothing_that_changes_from_run_to_run() -> None:
-    about = {"format", "contract", "made_by", "rule", "source_digest", "weights_digest"}
+    about = {"format", "contract", "made_by", "rule", "source_digest", "weights_digest", "statistics_digest"}
     assert set(Manifest.model_fields) == about | {"tensors", "input_scales", "files"}
 
 

@@ -10,7 +10,7 @@ from io import TextIOWrapper
 
 import typer
 
-from p2q.cli import convert, demo, doctor, evaluate, inspect, quantize, serve
+from p2q.cli import calibrate, convert, demo, doctor, evaluate, inspect, quantize, serve
 from p2q.cli.console import errors, say_error
 from p2q.errors import P2QError
 
@@ -25,6 +25,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("convert")(convert.command)
+app.command("calibrate")(calibrate.command)
 app.command("quantize")(quantize.command)
 app.command("inspect")(inspect.command)
 app.command("doctor")(doctor.command)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -32,6 +33,21 @@ SourceArgument = Annotated[Path, typer.Argument(metavar="SRC", help="Checkpoint 
 TargetArgument = Annotated[Path, typer.Argument(metavar="DST", help="Checkpoint directory to make.")]
 
 
+def _device(text: str) -> str:
+    if text == "cpu":
+        return text
+    import torch
+
+    if not re.fullmatch(r"cuda(:[0-9]+)?", text):
+        raise typer.BadParameter(f"expected cpu or cuda, got {text}")
+    if torch.cuda.device_count() <= int(text.partition(":")[2] or 0):
+        raise typer.BadParameter(f"there is no {text} here")
+    return text
+
+
+DeviceOption = Annotated[str, typer.Option(parser=_device, metavar="cpu|cuda", help="Where it is computed.")]
+
+
 def print_json(value: dict[str, Any]) -> None:
     """One JSON object on standard output."""
     print(json.dumps(value, indent=1))
@@ -51,19 +67,20 @@ def say_error(text: str) -> None:
 def layer_progress(title: str, *, quiet: bool) -> Iterator[Callable[[str, int, int], None]]:
     """A progress bar over layers, on standard error; silent for machines."""
     columns = (MofNCompleteColumn(), TextColumn("layers"), TimeElapsedColumn(), TimeRemainingColumn())
-    with _bar(title, *columns, quiet=quiet) as update:
+    with bar(title, *columns, quiet=quiet) as update:
         yield lambda _layer, done, total: update(done, total)
 
 
 @contextlib.contextmanager
 def byte_progress(title: str, *, quiet: bool) -> Iterator[Callable[[int, int], None]]:
     """A progress bar over bytes with rate and time left, on standard error; silent for machines."""
-    with _bar(title, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), quiet=quiet) as update:
+    with bar(title, DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn(), quiet=quiet) as update:
         yield update
 
 
 @contextlib.contextmanager
-def _bar(title: str, *columns: ProgressColumn, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+def bar(title: str, *columns: ProgressColumn, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on standard error with these columns, updated by a call with (done, in all)."""
     silent = quiet or not errors.is_terminal
     with Progress(
         TextColumn("{task.description}"), BarColumn(), *columns, console=errors, disable=silent, transient=True

@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from p2q.cli.console import (
+    DeviceOption,
     JsonOption,
     OverwriteOption,
     SourceArgument,
@@ -36,18 +37,6 @@ def _part(text: str) -> Part:
     return Part(int(found[1]), int(found[2]))
 
 
-def _device(text: str) -> str:
-    if text == "cpu":
-        return text
-    import torch
-
-    if not re.fullmatch(r"cuda(:[0-9]+)?", text):
-        raise typer.BadParameter(f"expected cpu or cuda, got {text}")
-    if torch.cuda.device_count() <= int(text.partition(":")[2] or 0):
-        raise typer.BadParameter(f"there is no {text} here")
-    return text
-
-
 def command(
     source: SourceArgument,
     target: TargetArgument,
@@ -65,6 +54,10 @@ def command(
         Path | None,
         typer.Option(metavar="DIR", help="Requantize from the original bf16, fp16 or fp32 weights in DIR."),
     ] = None,
+    feedback: Annotated[
+        Path | None,
+        typer.Option(metavar="STATS", help="Carry errors from column to column, by statistics of p2q calibrate."),
+    ] = None,
     overwrite: OverwriteOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and compute everything, write nothing.")] = False,
     part: Annotated[
@@ -78,9 +71,7 @@ def command(
     workers: Annotated[
         int | None, typer.Option(min=1, max=1024, help="Shards converted side by side.", show_default="cores + 1")
     ] = None,
-    device: Annotated[
-        str, typer.Option(parser=_device, metavar="cpu|cuda", help="Where weights are requantized.")
-    ] = "cpu",
+    device: DeviceOption = "cpu",
     as_json: JsonOption = False,
 ) -> None:
     """Rewrite a W8A8 checkpoint's weight scales to powers of two and requantize its weights to match.
@@ -97,6 +88,7 @@ def command(
                 rule=rule,
                 input_scales=input_scales,
                 from_weights=from_weights,
+                feedback=feedback,
                 overwrite=overwrite,
                 dry_run=dry_run,
                 part=part,
