@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -314,6 +315,18 @@ def install(groups: list[Group], arm: str) -> dict[str, Any]:
     return figures
 
 
+def install_checkpoint(model: nn.Module, folder: Path) -> dict[str, Any]:
+    """Give the model the int8 weights of a checkpoint that `p2q convert` made, times their scales."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, module in model.named_modules():
+        if f"{name}.weight_scale" in tensors:
+            weight = tensors[f"{name}.weight"].to(torch.float32) * tensors[f"{name}.weight_scale"].to(torch.float32)
+            module.get_parameter("weight").copy_(weight)
+    records = json.loads((folder / "p2q_manifest.json").read_text(encoding="utf-8"))["tensors"].values()
+    errors = [f"{kind}_error_{of}" for kind in ("weight", "output") for of in ("int8", "bf16")]
+    return {**dict.fromkeys(errors), "clipped": sum(record["clipped"] for record in records)}
+
+
 def compare(losses: dict[str, np.ndarray], reference: str) -> dict[str, dict[str, Any]]:
     """Change of each arm's perplexity against a reference, percent, with paired bootstrap intervals over windows.
 
@@ -374,6 +387,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, help="windows in one forward pass (default: 16 on cuda, 2 on a CPU)")
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS), help=f"{DEFAULT} always runs")
+    parser.add_argument("--checkpoint", type=Path, nargs="+", default=[], help="made by p2q convert: arms of their own")
     parser.add_argument("--out", type=Path, default=Path("rules.json"))
     return parser.parse_args()
 
@@ -400,8 +414,11 @@ def main() -> None:
     arms: dict[str, dict[str, Any]] = {}
     losses: dict[str, np.ndarray] = {}
     try:
-        for arm in ["original", BASELINE, *chosen]:
-            figures = install(groups, arm)
+        for arm in ["original", BASELINE, *chosen, *args.checkpoint]:
+            if isinstance(arm, Path):
+                figures, arm = install_checkpoint(model, arm), arm.name
+            else:
+                figures = install(groups, arm)
             note(f"{arm}: weights made")
             activations.enabled = arm != "original"
             sums = window_losses(model, windows, **where)
@@ -417,7 +434,7 @@ def main() -> None:
     for arm, sums in losses.items():
         arms[arm]["window_nll"] = sums.tolist()
     report = {
-        "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
+        "settings": {key: value if isinstance(value, int | None) else str(value) for key, value in vars(args).items()},
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         "calibration": "W8A8 absmax model, quantized activations" if args.calibration else None,
