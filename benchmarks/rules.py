@@ -315,6 +315,7 @@ def install(groups: list[Group], arm: str) -> dict[str, Any]:
     return figures
 
 
+@torch.no_grad()
 def install_checkpoint(model: nn.Module, folder: Path) -> dict[str, Any]:
     """Give the model the int8 weights of a checkpoint that `p2q convert` made, times their scales."""
     tensors = load_file(folder / "model.safetensors")
