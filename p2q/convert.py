@@ -30,7 +30,7 @@ from p2q.scheme import quantized_layers
 from p2q.shards import Plan, convert_shard, input_exponent, others_digest
 from p2q.statistics import Statistics
 from p2q.target import check_target
-from p2q.unfinished import Job, Unfinished, remove_leftover, unfinished
+from p2q.unfinished import Job, Unfinished, check_inputs, remove_leftover, unfinished
 
 Progress = Callable[[int, int], None]
 """Called with (bytes of shards done, bytes in all), from any thread, one call at a time."""
@@ -103,9 +103,14 @@ def convert(
         CheckpointError, SchemeError, ScaleError: the source is not a checkpoint that can be converted.
         TargetError: the target cannot be written, or parts of it are missing.
     """
-    remove_leftover(target, source)
+    check_target(target, source=source, overwrite=True)
+    inputs = [path for path in (from_weights, feedback) if path is not None]
+    check_inputs(target, [source, *inputs])
+    if not dry_run:
+        remove_leftover(target, source)
     checkpoint = open_checkpoint(source)
     check_target(target, source=source, overwrite=overwrite)
+    check_inputs(target, [shard.path for shard in checkpoint.shards.values()])
     layers = quantized_layers(checkpoint)
     check_tied(checkpoint)
     originals = Originals(from_weights, checkpoint, layers) if from_weights is not None else None

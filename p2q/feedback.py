@@ -85,7 +85,7 @@ class FeedbackRows:
     def choose(self, tally: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """The old scale and the new one's exponent: (S, 2) float64."""
         self._inner.choose(tally, scale)
-        exponents = self._inner.figures().exponents[-scale.numel() :]
+        exponents = self._inner.chosen()[-scale.numel() :]
         return torch.stack([scale, exponents.to(torch.float64)], dim=1)
 
     def apply(self, block: torch.Tensor, start: int, chosen: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,17 @@ def int8_layers(checkpoint: Checkpoint) -> list[Layer]:
         if checkpoint.tensors[name].dtype == "I8" and (layer := _layer_of(checkpoint, name)):
             _check_tensors(checkpoint, layer)
             layers.append(layer)
-    scales = {layer.scale for layer in layers}
+    scales: dict[str, str] = {}
+    for layer in layers:
+        if layer.scale in scales:
+            raise CheckpointError(
+                "two int8 weights have one scale",
+                file=checkpoint.file_of(layer.scale),
+                tensor=layer.scale,
+                expected="that of one weight",
+                got=f"{scales[layer.scale]} and {layer.weight}",
+            )
+        scales[layer.scale] = layer.weight
     for name in sorted(checkpoint.tensors):
         if name.endswith("weight_scale") and name not in scales:
             weight = name.removesuffix("_scale")
@@ -68,6 +78,14 @@ def _layer_of(checkpoint: Checkpoint, weight: str) -> Layer | None:
     # Experts in one tensor are parameters of a module: gate_up_proj and gate_up_proj_scale, or ..._weight_scale.
     scale = next((name for name in (f"{weight}_scale", f"{weight}_weight_scale") if name in checkpoint.tensors), None)
     if scale is None:
+        if len(info.shape) == 3:
+            raise ScaleError(
+                "missing scale",
+                file=checkpoint.file_of(weight),
+                tensor=weight,
+                expected=f"a tensor {weight}_scale or {weight}_weight_scale",
+                got="none",
+            )
         return None
     if len(info.shape) != 3:
         raise SchemeError(
@@ -77,7 +95,8 @@ def _layer_of(checkpoint: Checkpoint, weight: str) -> Layer | None:
             expected=f"a name that ends in {WEIGHT}, or the shape [experts, N, K]",
             got=str(list(info.shape)),
         )
-    return Layer(weight, weight, scale)
+    input_scale = f"{weight}_input_scale"
+    return Layer(weight, weight, scale, input_scale if input_scale in checkpoint.tensors else None)
 
 
 def _check_tensors(checkpoint: Checkpoint, layer: Layer) -> None:

@@ -104,6 +104,10 @@ class OriginalRows:
         self._exponents.append(exponents)
         return exponents
 
+    def chosen(self) -> torch.Tensor:
+        """The exponents of all scales so far: (S,)."""
+        return torch.cat(self._exponents)
+
     def apply(self, block: torch.Tensor, start: int, exponents: torch.Tensor) -> torch.Tensor:
         """The new weights of a block."""
         scale = power_of_two(exponents, torch.empty(len(exponents), 1, dtype=torch.float32))

@@ -180,6 +180,10 @@ class Rows:
         """The new weights of a block."""
         return self._requantizer.lookup(block, levels)
 
+    def chosen(self) -> torch.Tensor:
+        """The exponents of all scales so far: (S,)."""
+        return torch.cat(self._exponents)
+
     def figures(self) -> Figures:
         """Of all blocks. fsum rounds once, so that they do not depend on an order of summation."""
         exponents = torch.cat(self._exponents)

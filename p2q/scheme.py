@@ -51,11 +51,12 @@ def _check_activations(checkpoint: Checkpoint, layer: Layer, group: Quantization
             "asymmetric activations", file=where, tensor=layer.weight, expected=SUPPORTED, got=describe(group)
         )
     if not inputs.dynamic and layer.input_scale is None:
+        separator = "." if layer.weight != layer.name else "_"
         raise ScaleError(
             "static activations without their scale",
             file=where,
             tensor=layer.weight,
-            expected=f"a tensor {layer.name}.input_scale",
+            expected=f"a tensor {layer.name}{separator}input_scale",
             got="none",
         )
     if inputs.dynamic and layer.input_scale is not None:

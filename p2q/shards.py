@@ -115,9 +115,8 @@ def others_digest(plan: Plan, shard: str) -> str:
     partners += [weight for weight, scale in pairs if scale in inside and weight not in inside]
     digests = [digest_of_tensors(plan.checkpoint, partners)]
     if plan.originals is not None:
-        digests.append(
-            digest_of_tensors(plan.originals.checkpoint, [weight for weight, _ in pairs if weight in inside])
-        )
+        weights = [weight for weight, scale in pairs if weight in inside or scale in inside]
+        digests.append(digest_of_tensors(plan.originals.checkpoint, weights))
     return " ".join(digests)
 
 

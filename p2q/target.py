@@ -78,6 +78,8 @@ def _check_target(target: Path, source: Path, overwrite: bool) -> None:
         got = "a symbolic link" if target.is_symlink() else "a file"
         raise TargetError("the target is not a directory", file=target, expected="a directory or nothing", got=got)
     final, origin = real_path(target), real_path(source)
+    if not final.name:
+        raise TargetError("the target has no name", file=target, expected="a folder below another one")
     if final == origin:
         raise TargetError("the target is the source", file=target)
     if final.is_relative_to(origin):

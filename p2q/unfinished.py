@@ -165,10 +165,22 @@ def unfinished(target: Path, *, source: Path, overwrite: bool, part: str | None)
                     folder.rmdir()
 
 
+def check_inputs(target: Path, inputs: list[Path]) -> None:
+    """Refuse to replace, or to work in, a folder in which something that is read lies.
+
+    Raises:
+        TargetError: naming the file or folder.
+    """
+    places = [real_path(target), real_path(unfinished_folder(target))]
+    for path in inputs:
+        if any(real_path(path).is_relative_to(place) for place in places):
+            raise TargetError("the target would replace what it is made from", file=target, got=str(path))
+
+
 def remove_leftover(target: Path, source: Path) -> None:
     """Remove what a run leaves that is killed after its target got its name: a folder without a tree."""
     work = Unfinished(target, source)
-    if work.folder.is_dir() and not work.tree.is_dir():
+    if (work.folder / "job.json").is_file() and not work.tree.is_dir():
         _remove(work)
 
 
@@ -188,11 +200,13 @@ def _locked(work: Unfinished, part: str | None) -> Iterator[None]:
             work.lock = _lock(work, "lock", fcntl.LOCK_EX if part is None else fcntl.LOCK_SH, stack)
             if part is not None:
                 _lock(work, f"lock-{part}", fcntl.LOCK_EX, stack)
-            with contextlib.suppress(FileNotFoundError):
-                # Else the run that held it has removed the folder meanwhile.
-                if os.path.samestat(os.fstat(work.lock), os.stat(work.folder / "lock")):
-                    yield
-                    return
+            try:
+                same = os.path.samestat(os.fstat(work.lock), os.stat(work.folder / "lock"))
+            except FileNotFoundError:
+                same = False
+            if same:  # else the run that held it has removed the folder meanwhile
+                yield
+                return
 
 
 def _lock(work: Unfinished, name: str, kind: int, stack: contextlib.ExitStack) -> int:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from p2q.checkpoint import open_checkpoint
-from p2q.convert import convert
-from p2q.errors import CheckpointError, P2QError, ScaleError
+from p2q.convert import Part, convert
+from p2q.errors import CheckpointError, P2QError, ScaleError, TargetError
 from p2q.manifest import MANIFEST_NAME, changed_files, digest_of_files, read_manifest, sha256_of
 from p2q.scales import RULES, Rule
 
@@ -271,3 +271,58 @@ def test_convert_dry_run_refuses_what_the_run_would_refuse(tiny_w8a8: Path, tiny
         convert(tiny_w8a8, tiny_p2q, dry_run=True)
     with pytest.raises(ScaleError, match="already a power of two"):
         convert(tiny_p2q, tmp_path / "target", dry_run=True)
+
+
+def test_convert_target_that_holds_what_is_read_is_refused(
+    make_checkpoint: Make, w8a8: Tensors, tmp_path: Path, tree: Tree
+) -> None:
+    source = make_checkpoint(w8a8)
+    original = {name: tensor for name, tensor in w8a8.items() if not name.endswith("_scale")}
+    original |= {name: tensor.to(torch.float32) for name, tensor in original.items() if tensor.dtype == torch.int8}
+    originals = make_checkpoint(original, "target/originals", quantization=False)
+    save_file(w8a8, tmp_path / "target" / "model.safetensors")
+    (tmp_path / "target" / "config.json").write_text("{}")
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "config.json").write_bytes((source / "config.json").read_bytes())
+    (linked / "model.safetensors").symlink_to(tmp_path / "target" / "model.safetensors")
+    inside = tmp_path / ".target.p2q-work"
+    shutil.copytree(source, inside)
+    before = tree(tmp_path)
+    for where, options in (
+        (source, {"from_weights": originals}),
+        (source, {"feedback": tmp_path / "target" / "statistics"}),
+        (linked, {}),
+        (inside, {}),
+        (inside, {"dry_run": True}),
+    ):
+        with pytest.raises(TargetError, match="the target would replace what it is made from"):
+            convert(where, tmp_path / "target", overwrite=True, **options)  # type: ignore[arg-type]
+        assert tree(tmp_path) == before
+
+
+def test_convert_to_the_root_is_refused(make_checkpoint: Make) -> None:
+    with pytest.raises(TargetError, match="the target has no name"):
+        convert(make_checkpoint(), Path("/"))
+
+
+def test_convert_source_file_that_vanishes_is_named(make_checkpoint: Make, tmp_path: Path) -> None:
+    source = make_checkpoint()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: cannot be read"):
+        convert(source, tmp_path / "target", progress=lambda *_: (source / "tokenizer.json").unlink(missing_ok=True))
+
+
+def test_convert_originals_that_change_between_runs_redo_the_shard_of_scales(
+    make_checkpoint: Make, w8a8: Tensors, tmp_path: Path, tree: Tree
+) -> None:
+    scales = [name for name in w8a8 if name.endswith("_scale")]
+    shards = {"a.safetensors": scales, "b.safetensors": [name for name in w8a8 if name not in scales]}
+    source = make_checkpoint(w8a8, shards=shards)
+    first = {f"{name}.weight": w8a8[f"{name}.weight"] * w8a8[f"{name}.weight_scale"] for name in (UP, DOWN)}
+    second = {name: tensor * 1.01 for name, tensor in first.items()}
+    originals = make_checkpoint(first, "originals", quantization=False)
+    convert(source, tmp_path / "target", from_weights=originals, part=Part(1, 2))
+    save_file(second, originals / "model.safetensors", {"format": "pt"})
+    convert(source, tmp_path / "fresh", from_weights=originals)
+    assert convert(source, tmp_path / "target", from_weights=originals).kept == 0
+    assert tree(tmp_path / "target") == tree(tmp_path / "fresh")
