@@ -144,8 +144,13 @@ def convert(
         missing = [name for name in mine if name not in done]
         _check_space(checkpoint, missing, work.folder)
         if part == FINISH and missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise TargetError(
-                "parts are missing", file=work.folder, expected=f"{len(names)} shards", got=f"not {', '.join(missing)}"
+                "parts are missing",
+                file=target,
+                expected=f"{len(names)} converted shards",
+                got=f"{len(done)}, without {', '.join(missing[:3])}{more}",
+                hint="Run the parts that are missing, or the same command without --part to convert the rest here",
             )
         made = run.over(missing, lambda plan, shard: work.convert(shard, lambda path: convert_shard(plan, shard, path)))
         manifest = None
@@ -206,6 +211,8 @@ class _Run:
         self._workers = workers or len(os.sched_getaffinity(0)) + 1
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._done, self._total = 0, sum(_data_bytes(plan.checkpoint, name) for name in plan.checkpoint.shards)
+        if progress is not None:
+            progress(0, self._total)
 
     def over(self, shards: Iterable[str], work: Callable[[Plan, str], ShardRecord]) -> dict[str, ShardRecord]:
         """Work on shards, in threads. What one raises stops the others."""

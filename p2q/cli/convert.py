@@ -56,14 +56,17 @@ def command(
     ] = None,
     feedback: Annotated[
         Path | None,
-        typer.Option(metavar="STATS", help="Carry errors from column to column, by statistics of p2q calibrate."),
+        typer.Option(
+            metavar="STATS",
+            help="Statistics of p2q calibrate: errors are carried from column to column, which costs less perplexity.",
+        ),
     ] = None,
     overwrite: OverwriteOption = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check and compute everything, write nothing.")] = False,
     part: Annotated[
         Part | None,
         typer.Option(
-            metavar="I/N",
+            metavar="I/N|finish",
             parser=_part,
             help="Convert only the I-th of N parts of the shards; finish: check that all are there, complete DST.",
         ),
@@ -79,6 +82,10 @@ def command(
     A conversion that was stopped goes on where it ended when it is called again.
 
     Example: p2q convert Qwen3-8B-W8A8 Qwen3-8B-W8A8-p2q
+
+    With better weights: p2q convert Qwen3-8B-W8A8 Qwen3-8B-W8A8-p2q --feedback Qwen3-8B.stats
+
+    On two machines: p2q convert SRC DST --part 1/2, --part 2/2, and then --part finish
     """
     try:
         with byte_progress("converting", quiet=as_json) as progress:
@@ -109,9 +116,10 @@ def command(
     warn_skipped(done.skipped)
     if done.kept:
         say(f"{done.kept} shards of an earlier run were verified and kept")
-    if done.manifest is None:
-        say(f"converted {done.shards} shards, to be completed by: p2q convert ... --part finish")
-    else:
+    if done.manifest is None and part is not None:
+        say(f"converted part {part.number} of {part.count}: {done.shards} shards")
+        say("when all parts are there, give the same command with --part finish")
+    elif done.manifest is not None:
         _tell(done.manifest, done.changed, None if dry_run else target)
 
 
