@@ -96,8 +96,13 @@ class Checkpoint:
         with ShardReader(self.shards[info.shard]) as reader:
             data = reader.read(info.start, info.end - info.start)
         if not data.numel():  # which cannot be viewed as wider elements
-            return torch.empty(info.shape, dtype=_DTYPES[info.dtype])
+            return self.empty(name)
         return data.view(_DTYPES[info.dtype]).reshape(info.shape)
+
+    def empty(self, name: str) -> torch.Tensor:
+        """A tensor of the dtype and shape of one of the checkpoint's, which is not read."""
+        info = self.tensors[name]
+        return torch.empty(info.shape, dtype=_DTYPES[info.dtype])
 
     def file_of(self, tensor: str) -> Path:
         """The shard that holds a tensor."""

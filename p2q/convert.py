@@ -27,7 +27,7 @@ from p2q.originals import Originals
 from p2q.requantize import requantizer_on
 from p2q.scales import Rule, exponent_of, is_power_of_two
 from p2q.scheme import quantized_layers
-from p2q.shards import Plan, convert_shard, input_exponent, others_digest
+from p2q.shards import Plan, convert_shard, others_digest, stored_input_exponent
 from p2q.statistics import Statistics
 from p2q.target import check_target
 from p2q.unfinished import Job, Unfinished, check_inputs, remove_leftover, unfinished
@@ -131,15 +131,11 @@ def convert(
         return Conversion(_manifest(plan, records, {}), not converted, checkpoint.skipped, len(records), 0)
     # A source that p2q converted keeps its manifest, so that converting twice changes no byte.
     kept = read_manifest(source) if converted else None
-    with unfinished(
-        target, source=source, overwrite=overwrite, part=None if part in (None, FINISH) else str(part)
-    ) as work:
-        job = _job(plan)
-        if part not in (None, FINISH):
-            job["parts"] = part.count
-        work.start(job, again=overwrite)
+    share = None if part == FINISH else part
+    with unfinished(target, source=source, overwrite=overwrite, part=str(share) if share else None) as work:
+        work.start(_job(plan) | ({"parts": share.count} if share else {}), again=overwrite)
         names = sorted(checkpoint.shards)
-        mine = names if part in (None, FINISH) else names[part.number - 1 :: part.count]
+        mine = names[share.number - 1 :: share.count] if share else names
         done = run.verified(work, mine)
         missing = [name for name in mine if name not in done]
         _check_space(checkpoint, missing, work.folder)
@@ -154,7 +150,7 @@ def convert(
             )
         made = run.over(missing, lambda plan, shard: work.convert(shard, lambda path: convert_shard(plan, shard, path)))
         manifest = None
-        if part in (None, FINISH):
+        if share is None:
             manifest = _finish(plan, {**done, **made}, work.tree, kept)
             work.put_in_place(overwrite=overwrite)
     return Conversion(manifest, not converted, checkpoint.skipped, len(made), len(done))
@@ -165,8 +161,7 @@ def _check_layer(plan: Plan, layer: Layer) -> None:
     plan.scale_of(layer)
     plan.rows(layer)
     if layer.input_scale is not None:
-        file = str(plan.checkpoint.file_of(layer.input_scale))
-        input_exponent(plan.checkpoint.read(layer.input_scale), file=file, tensor=layer.input_scale)
+        stored_input_exponent(plan.checkpoint, layer.input_scale)
 
 
 def _check_space(checkpoint: Checkpoint, shards: list[str], folder: Path) -> None:

@@ -23,7 +23,7 @@ from p2q.manifest import MANIFEST_NAME
 from p2q.requantize import requantize, requantizer_on
 from p2q.scales import Rule, check_exponents, check_scale, power_of_two
 from p2q.scheme import quantized_layers, read_quantization_config
-from p2q.shards import input_exponent
+from p2q.shards import input_exponent, stored_input_exponent
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationConfig
@@ -66,8 +66,7 @@ class PowerOfTwoConverter:
         for layer in self._layers.values():
             check_length(checkpoint, layer)
             if layer.input_scale is not None:
-                file = str(checkpoint.file_of(layer.input_scale))
-                input_exponent(checkpoint.read(layer.input_scale), file=file, tensor=layer.input_scale)
+                stored_input_exponent(checkpoint, layer.input_scale)
         _check_library_can(checkpoint, {layer.scale for layer in self._layers.values()})
         self._config = read_quantization_config(checkpoint.config, str(Path(source) / "config.json"))
         self._rule, self._input_scales = rule, input_scales

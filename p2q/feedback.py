@@ -25,12 +25,13 @@ import numpy as np
 import torch
 
 from p2q.checkpoint import Checkpoint
-from p2q.errors import CheckpointError, SchemeError
-from p2q.layers import Layer
+from p2q.errors import CheckpointError
+from p2q.layers import Layer, check_not_fused
 from p2q.originals import OriginalRows, Originals
 from p2q.requantize import Rows
 from p2q.requantize_cpu import compiled
-from p2q.scales import Figures, as_float, power_of_two, sum_of_squares
+from p2q.rounding import row_squares
+from p2q.scales import Figures, FigureSums, power_of_two
 from p2q.statistics import Statistics
 
 DAMPING = 0.01
@@ -39,8 +40,6 @@ DAMPING = 0.01
 _BLOCK = 128  # columns whose effect on later ones is added in one go, while they lie in the cache
 _ROWS = 32  # rows that are worked on together
 _TILE = 256
-_ERROR_BITS = 20
-_LARGEST = 2.0**30
 
 
 class FeedbackRows:
@@ -62,21 +61,11 @@ class FeedbackRows:
         Raises:
             SchemeError: the layer is many experts in one tensor.
         """
-        shape = checkpoint.tensors[layer.weight].shape
-        if len(shape) != 2:
-            raise SchemeError(
-                "error feedback does not work on experts in one tensor",
-                file=checkpoint.file_of(layer.weight),
-                tensor=layer.weight,
-                expected="a weight [N, K]",
-                got=str(list(shape)),
-            )
+        check_not_fused(checkpoint, layer, "error feedback does not work on experts in one tensor")
         self._inner, self._layer, self._statistics, self._originals = inner, layer, statistics, originals
-        self._k = shape[1]
+        self._k = checkpoint.tensors[layer.weight].shape[1]
         self._factor: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._clipped = 0
-        self._errors: list[float] = []
-        self._norms: list[float] = []
+        self._sums = FigureSums()
 
     def tally(self, block: torch.Tensor, start: int, scale: torch.Tensor) -> torch.Tensor:
         """What the inner rows make of a block."""
@@ -85,8 +74,7 @@ class FeedbackRows:
     def choose(self, tally: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """The old scale and the new one's exponent: (S, 2) float64."""
         self._inner.choose(tally, scale)
-        exponents = self._inner.chosen()[-scale.numel() :]
-        return torch.stack([scale, exponents.to(torch.float64)], dim=1)
+        return torch.stack([scale, self._inner.exponents[-1].to(torch.float64)], dim=1)
 
     def apply(self, block: torch.Tensor, start: int, chosen: torch.Tensor) -> torch.Tensor:
         """The new weights of a block.
@@ -110,18 +98,13 @@ class FeedbackRows:
             values = self._originals.read(self._layer, start, block.numel()).reshape(-1, self._k).to(torch.float64)
         scale = power_of_two(exponents, torch.empty(exponents.numel(), 1, dtype=torch.float64))
         levels, clipped = feedback(values, scale, *self._factor)
-        self._clipped += clipped
         error = levels.to(torch.float64) * scale - values
-        unit = scale * 2.0**-_ERROR_BITS  # see `rounding.round_to_int8`
-        for sums, numbers in ((self._errors, error), (self._norms, values)):
-            whole = (numbers / unit).round().clamp(-_LARGEST, _LARGEST)
-            sums += as_float(sum_of_squares(whole), unit.reshape(-1) ** 2)
+        self._sums.add(clipped, row_squares(error, scale), row_squares(values, scale))
         return levels.reshape(block.shape)
 
     def figures(self) -> Figures:
         """Of all blocks. Values that left [-128, 127] are counted with what earlier columns added to them."""
-        exponents = self._inner.figures().exponents
-        return Figures(exponents, self._clipped, math.fsum(self._errors), math.fsum(self._norms))
+        return self._sums.figures(self._inner.figures().exponents)
 
 
 def factor(hessian: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

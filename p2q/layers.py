@@ -135,3 +135,16 @@ def check_length(checkpoint: Checkpoint, layer: Layer) -> None:
             expected=f"K of at most {MAX_K}",
             got=f"K = {k}",
         )
+
+
+def check_not_fused(checkpoint: Checkpoint, layer: Layer, reason: str) -> None:
+    """Raise SchemeError with a reason where a layer is many experts in one tensor."""
+    shape = checkpoint.tensors[layer.weight].shape
+    if len(shape) != 2:
+        raise SchemeError(
+            reason,
+            file=checkpoint.file_of(layer.weight),
+            tensor=layer.weight,
+            expected="a weight [N, K]",
+            got=str(list(shape)),
+        )

@@ -13,7 +13,7 @@ from p2q.errors import CheckpointError, ScaleError
 from p2q.layers import Layer
 from p2q.requantize import candidates, settle_zero_rows
 from p2q.rounding import error_at, round_to_int8
-from p2q.scales import Figures, Rule, choose_smaller, decompose, power_of_two
+from p2q.scales import Figures, FigureSums, Rule, choose_smaller, decompose, power_of_two
 
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 _FARTHEST = 2.0
@@ -74,10 +74,8 @@ class OriginalRows:
     def __init__(self, originals: Originals, layer: Layer, rule: Rule) -> None:
         self._originals, self._layer, self._rule = originals, layer, rule
         self._bounds = exponent_bounds(originals.checkpoint.tensors[layer.weight].shape[-1])
-        self._exponents: list[torch.Tensor] = []
-        self._clipped = 0
-        self._errors: list[float] = []
-        self._norms: list[float] = []
+        self.exponents: list[torch.Tensor] = []  # of each call of `choose`
+        self._sums = FigureSums()
         self._distance, self._count = 0.0, 0
         self._last: tuple[int, torch.Tensor] | None = None
 
@@ -101,20 +99,14 @@ class OriginalRows:
         large = high_upper + (high_lower >> 32), high_lower & 0xFFFFFFFF
         exponents = choose_smaller(floor + low, floor + high, small, large).to(torch.int32)
         exponents = settle_zero_rows(exponents, filled == 0, self._bounds)
-        self._exponents.append(exponents)
+        self.exponents.append(exponents)
         return exponents
-
-    def chosen(self) -> torch.Tensor:
-        """The exponents of all scales so far: (S,)."""
-        return torch.cat(self._exponents)
 
     def apply(self, block: torch.Tensor, start: int, exponents: torch.Tensor) -> torch.Tensor:
         """The new weights of a block."""
         scale = power_of_two(exponents, torch.empty(len(exponents), 1, dtype=torch.float32))
         rounded = round_to_int8(self._values(block, start), scale)
-        self._clipped += rounded.clipped
-        self._errors += rounded.errors
-        self._norms += rounded.norms
+        self._sums.add(rounded.clipped, rounded.errors, rounded.norms)
         return rounded.levels
 
     def figures(self) -> Figures:
@@ -133,7 +125,7 @@ class OriginalRows:
                 got=f"{distance:.1f}",
                 hint="Smoothing or rotating changes weights before they are quantized: leave --from-weights out",
             )
-        return Figures(torch.cat(self._exponents), self._clipped, math.fsum(self._errors), math.fsum(self._norms))
+        return self._sums.figures(torch.cat(self.exponents))
 
     def _values(self, block: torch.Tensor, start: int) -> torch.Tensor:
         if self._last is None or self._last[0] != start:

@@ -34,7 +34,7 @@ from p2q.layers import Layer, check_length
 from p2q.linears import linear_layers
 from p2q.manifest import MANIFEST_NAME, Manifest, TensorRecord, digest_of_files, sha256_of
 from p2q.rounding import error_at, round_to_int8
-from p2q.scales import Figures, check_exponents, choose_smaller, exponent_of, is_power_of_two, power_of_two
+from p2q.scales import Figures, FigureSums, check_exponents, choose_smaller, exponent_of, is_power_of_two, power_of_two
 from p2q.shards import record_of
 from p2q.target import check_target, new_directory
 
@@ -136,22 +136,18 @@ def quantize_weight(
         )
     levels = torch.empty(weight.shape, dtype=torch.int8)
     scale = torch.empty(weight.shape[0], 1)
-    clipped = 0
-    errors: list[float] = []
-    norms: list[float] = []
+    sums = FigureSums()
     step = max(1, _CHUNK_ELEMENTS // weight.shape[1])
     for start in range(0, weight.shape[0], step):
         rows = slice(start, start + step)
         scale[rows] = _row_scales(weight[rows].to(torch.float32), scales)
         rounded = round_to_int8(weight[rows], scale[rows])
         levels[rows] = rounded.levels
-        clipped += rounded.clipped
-        errors += rounded.errors
-        norms += rounded.norms
+        sums.add(rounded.clipped, rounded.errors, rounded.norms)
     exponents = exponent_of(scale)
     if scales == "power-of-two":
         check_exponents(exponents, weight.shape[1], torch.float32, file=file, tensor=tensor)
-    return levels, scale, Figures(exponents, clipped, math.fsum(errors), math.fsum(norms))
+    return levels, scale, sums.figures(exponents)
 
 
 def _row_scales(values: torch.Tensor, scales: Scales) -> torch.Tensor:

@@ -7,13 +7,12 @@ So nothing is rounded but the result. Here in torch, for any device; `requantize
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple, Protocol
 
 import torch
 
 from p2q.contract import exponent_bounds
-from p2q.scales import SIGNIFICAND_BITS, Figures, Rule, WideSum, as_float, decompose, weighted_squares
+from p2q.scales import SIGNIFICAND_BITS, Figures, FigureSums, Rule, WideSum, as_float, decompose, weighted_squares
 
 LEVELS = 256
 
@@ -37,13 +36,13 @@ class Requantizer(Protocol):
     """The three steps, on one device. All tensors that go in and out are on the CPU."""
 
     def histogram(self, weight: torch.Tensor) -> torch.Tensor:
-        """How often each value occurs. weight: (S, L) int8, one row a scale. Returns (S, 256) int64."""
+        """How often each value occurs. weight: (S, L) int8, one row a scale. Returns (S, 256) int32 or int64."""
 
     def tables(self, counts: torch.Tensor, significand: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> Tables:
         """The best of the exponents from f + low to f + high by squared error, ties to the larger.
 
         Args:
-            counts: (S, 256) int64, sums below 2^33.
+            counts: (S, 256) int32 or int64, sums below 2^33.
             significand: (S,) int64, as `decompose` gives it.
             low, high: (S,) int64 in [-22, 8], offsets from f.
 
@@ -72,13 +71,13 @@ class TorchRequantizer:
         """See `Requantizer`."""
         counts, significand, low, high = (x.to(self._device) for x in (counts, significand, low, high))
         product = old_values(self._device) * significand.reshape(-1, 1)
-        best = _at(product, counts, low)
+        norm = weighted_squares(product, counts)
+        best = _at(product, counts, low, norm)
         for step in range(1, int((high - low).max()) + 1 if low.numel() else 1):
-            other = _at(product, counts, torch.minimum(low + step, high))
+            other = _at(product, counts, torch.minimum(low + step, high), norm)
             (high_limb, low_limb), (other_high, other_low) = best.error, other.error
             worse = (other_high > high_limb) | ((other_high == high_limb) & (other_low > low_limb))
             best = _where(worse, best, other)
-        norm = weighted_squares(product, counts)
         exponents, levels, clipped, (upper, lower), _ = best
         return Tables(
             exponents.to(torch.int32).cpu(),
@@ -99,7 +98,7 @@ def old_values(device: torch.device) -> torch.Tensor:
     return torch.arange(LEVELS, device=device).to(torch.uint8).view(torch.int8).to(torch.int64)
 
 
-def _at(product: torch.Tensor, counts: torch.Tensor, offset: torch.Tensor) -> Tables:
+def _at(product: torch.Tensor, counts: torch.Tensor, offset: torch.Tensor, norm: WideSum) -> Tables:
     """The tables for given exponents. product: (S, 256) int64, value times significand: at most 31 bits."""
     shift = (offset + SIGNIFICAND_BITS - 1).reshape(-1, 1)
     half = (torch.ones_like(shift) << (shift - 1)) - 1
@@ -107,7 +106,7 @@ def _at(product: torch.Tensor, counts: torch.Tensor, offset: torch.Tensor) -> Ta
     levels = unclamped.clamp(-128, 127)
     clipped = (counts * (unclamped != levels)).sum(dim=1)
     error = weighted_squares(product - (levels << shift), counts)
-    return Tables(offset, levels.to(torch.int8), clipped, error, error)
+    return Tables(offset, levels.to(torch.int8), clipped, error, norm)
 
 
 def _where(condition: torch.Tensor, one: Tables, other: Tables) -> Tables:
@@ -120,7 +119,7 @@ def _where(condition: torch.Tensor, one: Tables, other: Tables) -> Tables:
         pick(one.levels, other.levels),
         pick(one.clipped, other.clipped),
         error,
-        error,
+        one.norm,
     )
 
 
@@ -155,10 +154,8 @@ class Rows:
 
     def __init__(self, rule: Rule, k_dim: int, requantizer: Requantizer) -> None:
         self._rule, self._bounds, self._requantizer = rule, exponent_bounds(k_dim), requantizer
-        self._exponents: list[torch.Tensor] = []
-        self._clipped = 0
-        self._errors: list[float] = []
-        self._norms: list[float] = []
+        self.exponents: list[torch.Tensor] = []  # of each call of `choose`
+        self._sums = FigureSums()
 
     def tally(self, block: torch.Tensor, _start: int, _scale: torch.Tensor) -> torch.Tensor:
         """How often each value occurs: (S, 256) integers."""
@@ -170,24 +167,17 @@ class Rows:
         tables = self._requantizer.tables(tally, significand, *candidates(significand, self._rule))
         exponents = settle_zero_rows(floor + tables.exponents, ~tally[:, 1:].any(dim=1), self._bounds)
         unit = torch.ldexp(torch.ones_like(scale), 2 * (floor - SIGNIFICAND_BITS + 1))
-        self._exponents.append(exponents)
-        self._clipped += int(tables.clipped.sum())
-        self._errors += as_float(tables.error, unit)
-        self._norms += as_float(tables.norm, unit)
+        self.exponents.append(exponents)
+        self._sums.add(int(tables.clipped.sum()), as_float(tables.error, unit), as_float(tables.norm, unit))
         return tables.levels
 
     def apply(self, block: torch.Tensor, _start: int, levels: torch.Tensor) -> torch.Tensor:
         """The new weights of a block."""
         return self._requantizer.lookup(block, levels)
 
-    def chosen(self) -> torch.Tensor:
-        """The exponents of all scales so far: (S,)."""
-        return torch.cat(self._exponents)
-
     def figures(self) -> Figures:
-        """Of all blocks. fsum rounds once, so that they do not depend on an order of summation."""
-        exponents = torch.cat(self._exponents)
-        return Figures(exponents, self._clipped, math.fsum(self._errors), math.fsum(self._norms))
+        """Of all blocks."""
+        return self._sums.figures(torch.cat(self.exponents))
 
 
 def requantize(

@@ -33,18 +33,26 @@ def round_to_int8(values: torch.Tensor, scale: torch.Tensor) -> Rounded:
     levels = rounded.clamp(-128, 127).to(torch.int8)
     exact = values.to(torch.float64)
     error = levels.to(torch.float64) * scale.to(torch.float64) - exact
-    # In whole units of 2^(floor(log2 scale) - 20), so that the sums do not depend on their order.
-    unit = torch.ldexp(torch.ones_like(exact[:, :1]), exponent_of(scale).reshape(-1, 1) - _ERROR_BITS)
-    errors, norms = (
-        as_float(sum_of_squares((numbers / unit).round().clamp(-_LARGEST, _LARGEST)), unit.reshape(-1) ** 2)
-        for numbers in (error, exact)
-    )
-    return Rounded(levels, int((rounded != levels).sum()), errors, norms)
+    return Rounded(levels, int((rounded != levels).sum()), row_squares(error, scale), row_squares(exact, scale))
+
+
+def row_squares(values: torch.Tensor, scale: torch.Tensor) -> list[float]:
+    """Sums of squares of rows, in whole units of 2^(floor(log2 scale) - 20), so that they do not depend on an order.
+
+    Args:
+        values: (R, L) float64.
+        scale: (R, 1), positive.
+    """
+    unit = torch.ldexp(torch.ones_like(values[:, :1]), exponent_of(scale).reshape(-1, 1) - _ERROR_BITS)
+    return as_float(_squares_of(values / unit), unit.reshape(-1) ** 2)
 
 
 def error_at(values: torch.Tensor, floor: torch.Tensor, exponents: torch.Tensor) -> WideSum:
     """Squared error of rows under scales 2^exponents, in units of 2^(2 * (floor - 20)). values: (R, L), others (R,)."""
     level = torch.ldexp(values.to(torch.float64), -exponents.reshape(-1, 1))
     unit = torch.ldexp(torch.ones_like(level[:, :1]), (exponents - floor + _ERROR_BITS).reshape(-1, 1))
-    difference = (level - level.round().clamp(-128, 127)) * unit
-    return sum_of_squares(difference.round().clamp(-_LARGEST, _LARGEST))
+    return _squares_of((level - level.round().clamp(-128, 127)) * unit)
+
+
+def _squares_of(units: torch.Tensor) -> WideSum:
+    return sum_of_squares(units.round().clamp(-_LARGEST, _LARGEST))

@@ -43,6 +43,25 @@ class Figures:
     squared_norm: float
 
 
+class FigureSums:
+    """Figures of a weight that comes in blocks of rows."""
+
+    def __init__(self) -> None:
+        self._clipped = 0
+        self._errors: list[float] = []
+        self._norms: list[float] = []
+
+    def add(self, clipped: int, errors: list[float], norms: list[float]) -> None:
+        """Those of a block: clipped values, and the squared error and norm of each row."""
+        self._clipped += clipped
+        self._errors += errors
+        self._norms += norms
+
+    def figures(self, exponents: torch.Tensor) -> Figures:
+        """Of all blocks. fsum rounds once, so that they do not depend on an order of summation."""
+        return Figures(exponents, self._clipped, math.fsum(self._errors), math.fsum(self._norms))
+
+
 def decompose(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split positive scales into a 24-bit integer significand m and an exponent f: s = m * 2^(f - 23), 2^f <= s.
 

@@ -78,6 +78,11 @@ def input_exponent(scale: torch.Tensor, *, file: str, tensor: str) -> int:
     return k
 
 
+def stored_input_exponent(checkpoint: Checkpoint, tensor: str) -> int:
+    """`input_exponent` of an activation scale of a checkpoint."""
+    return input_exponent(checkpoint.read(tensor), file=str(checkpoint.file_of(tensor)), tensor=tensor)
+
+
 def convert_shard(plan: Plan, name: str, path: Path | None) -> ShardRecord:
     """Convert a shard. path: the file to make, or None to compute everything and write nothing.
 
@@ -146,9 +151,8 @@ class _Work:
             self._pending.append((self._scales[tensor], info))
         elif tensor in self._inputs:
             self.take(info.start, info.end - info.start)
-            stored, file = self._plan.checkpoint.read(tensor), str(self._plan.checkpoint.file_of(tensor))
-            k = self.input_scales[tensor] = input_exponent(stored, file=file, tensor=tensor)
-            self.write(info.start, power_of_two(torch.tensor([k]), stored))
+            k = self.input_scales[tensor] = stored_input_exponent(self._plan.checkpoint, tensor)
+            self.write(info.start, power_of_two(torch.tensor([k]), self._plan.checkpoint.empty(tensor)))
         else:
             for start in range(info.start, info.end, BLOCK_BYTES):
                 self.write(start, self.take(start, min(BLOCK_BYTES, info.end - start)))
@@ -162,7 +166,8 @@ class _Work:
                 with ShardReader(self._plan.checkpoint.shards[where.shard]) as reader:
                     figures = requantize_blocks(plan, layer, _Elsewhere(reader, where))
                 self._exponents[layer.weight] = figures.exponents
-            self.write(info.start, power_of_two(self._exponents[layer.weight], self._plan.checkpoint.read(layer.scale)))
+            like = self._plan.checkpoint.empty(layer.scale)
+            self.write(info.start, power_of_two(self._exponents[layer.weight], like))
 
     def take(self, start: int, size: int) -> torch.Tensor:
         """Bytes that are read for the first time: (size,) int8."""
@@ -246,9 +251,9 @@ def requantize_blocks(plan: Plan, layer: Layer, weight: Weight) -> Figures:
         chosen = rows.choose(functools.reduce(torch.add, tallies), scales)
         for piece in pieces:
             weight.write(piece[0], rows.apply(weight.again(*piece).reshape(1, -1), piece[0], chosen))
-    figures, stored = rows.figures(), plan.checkpoint.read(layer.scale)
+    figures, dtype = rows.figures(), plan.checkpoint.empty(layer.scale).dtype
     file = str(plan.checkpoint.file_of(layer.scale))
-    check_exponents(figures.exponents, shape[-1], stored.dtype, file=file, tensor=layer.scale)
+    check_exponents(figures.exponents, shape[-1], dtype, file=file, tensor=layer.scale)
     return figures
 
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from p2q.checkpoint import Checkpoint, ShardWriter, bytes_of, digest_of_tensors, header_digest, lay_out, open_checkpoint
 from p2q.contract import quantize_per_token
 from p2q.errors import CheckpointError, P2QError, SchemeError, TargetError
-from p2q.layers import Layer
+from p2q.layers import Layer, check_not_fused
 from p2q.manifest import digest_of_files, sha256_of
 from p2q.scheme import quantized_layers
 from p2q.signals import stoppable
@@ -80,7 +80,7 @@ def collect(
     _check_file(target, source, overwrite)
     layers = quantized_layers(checkpoint)
     for layer in layers:
-        _check_linear(checkpoint, layer)
+        check_not_fused(checkpoint, layer, "statistics of experts in one tensor are not collected")
     content = _read(text)
     model, tokenizer = _load(checkpoint, device)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or window
@@ -230,18 +230,6 @@ def _identity(checkpoint: Checkpoint, layers: list[Layer]) -> str:
     """A digest that differs between checkpoints, also of one architecture: their scales do. No weight is read."""
     scales = digest_of_tensors(checkpoint, [layer.scale for layer in layers])
     return digest_of_files({"headers": header_digest(checkpoint), "scales": scales})
-
-
-def _check_linear(checkpoint: Checkpoint, layer: Layer) -> None:
-    shape = checkpoint.tensors[layer.weight].shape
-    if len(shape) != 2:
-        raise SchemeError(
-            "statistics of experts in one tensor are not collected",
-            file=checkpoint.file_of(layer.weight),
-            tensor=layer.weight,
-            expected="a weight [N, K]",
-            got=str(list(shape)),
-        )
 
 
 def _load(checkpoint: Checkpoint, device: str) -> tuple[Any, Any]:

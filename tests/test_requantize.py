@@ -10,8 +10,9 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from scale_examples import DTYPES, WHERE, checked_scale, floor_log2, int8, many, positive
 
 from p2q import scales
 from p2q.contract import exponent_bounds
@@ -20,11 +21,7 @@ from p2q.requantize import Requantizer, TorchRequantizer, requantize
 from p2q.requantize_cpu import CpuRequantizer
 from p2q.scales import RULES, Figures, Rule
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-WHERE = {"file": "model.safetensors", "tensor": "layers.4.mlp.up_proj.weight_scale"}
 REQUANTIZERS: list[Requantizer] = [TorchRequantizer(), CpuRequantizer()]
-
-many = settings(deadline=None, max_examples=150)
 
 
 @dataclass(frozen=True)
@@ -47,11 +44,6 @@ def same(one: Result, other: Result) -> bool:
         and torch.equal(a.exponents, b.exponents)
         and (a.clipped, a.squared_error, a.squared_norm) == (b.clipped, b.squared_error, b.squared_norm)
     )
-
-
-def floor_log2(value: Fraction) -> int:
-    exponent = value.numerator.bit_length() - value.denominator.bit_length()
-    return exponent - (value < Fraction(2) ** exponent)
 
 
 def level(q: int, scale: Fraction, exponent: int) -> int:
@@ -83,31 +75,11 @@ def random_weight(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     return weight, (torch.rand(rows, generator=generator) * 0.01 + 0.001).to(torch.float64)
 
 
-def int8(rows: list[list[int]], columns: int = 5) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int8).reshape(-1, columns)
-
-
-def checked_scale(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return scales.check_scale(weight.shape, scale, lambda: weight, **WHERE)
-
-
 @pytest.fixture(autouse=True)
 def one_thread(threads: Callable[[int], AbstractContextManager[None]]) -> Iterator[None]:
     """Small tensors: two OpenMP runtimes in a process (torch's, vLLM's) lose more time waiting than they gain."""
     with threads(1):
         yield
-
-
-# Positive values that a dtype holds, subnormals included. Most are near enough to one another to share an exponent.
-def positive(dtype: torch.dtype) -> st.SearchStrategy[float]:
-    if dtype == torch.bfloat16:
-        return st.integers(1, 0x7F7F).map(lambda pattern: torch.tensor(pattern).to(torch.int16).view(dtype).item())
-    width = 32 if dtype == torch.float32 else 16
-    largest = torch.finfo(dtype).max
-    return st.one_of(
-        st.floats(0, largest, width=width, exclude_min=True),
-        st.floats(2.0**-9, 2.0**-7, width=width),
-    )
 
 
 rows_of_weights = st.lists(

@@ -9,26 +9,13 @@ from fractions import Fraction
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from scale_examples import DTYPES, WHERE, checked_scale, floor_log2, int8, many, positive
 
 from p2q import scales
 from p2q.contract import exponent_bounds
 from p2q.errors import ScaleError
-
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-WHERE = {"file": "model.safetensors", "tensor": "layers.4.mlp.up_proj.weight_scale"}
-
-many = settings(deadline=None, max_examples=150)
-
-
-def floor_log2(value: Fraction) -> int:
-    exponent = value.numerator.bit_length() - value.denominator.bit_length()
-    return exponent - (value < Fraction(2) ** exponent)
-
-
-def int8(rows: list[list[int]], columns: int = 5) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int8).reshape(-1, columns)
 
 
 def every_number(dtype: torch.dtype) -> torch.Tensor:
@@ -36,38 +23,11 @@ def every_number(dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
 
 
-def checked_scale(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return scales.check_scale(weight.shape, scale, lambda: weight, **WHERE)
-
-
 @pytest.fixture(autouse=True)
 def one_thread(threads: Callable[[int], AbstractContextManager[None]]) -> Iterator[None]:
     """Small tensors: two OpenMP runtimes in a process (torch's, vLLM's) lose more time waiting than they gain."""
     with threads(1):
         yield
-
-
-# Positive values that a dtype holds, subnormals included. Most are near enough to one another to share an exponent.
-def positive(dtype: torch.dtype) -> st.SearchStrategy[float]:
-    if dtype == torch.bfloat16:
-        return st.integers(1, 0x7F7F).map(lambda pattern: torch.tensor(pattern).to(torch.int16).view(dtype).item())
-    width = 32 if dtype == torch.float32 else 16
-    largest = torch.finfo(dtype).max
-    return st.one_of(
-        st.floats(0, largest, width=width, exclude_min=True),
-        st.floats(2.0**-9, 2.0**-7, width=width),
-    )
-
-
-rows_of_weights = st.lists(
-    st.one_of(
-        st.just([0] * 5),
-        st.lists(st.integers(-128, 127), min_size=5, max_size=5),
-        st.lists(st.sampled_from([-128, -127, -1, 0, 1, 2, 3, 126, 127]), min_size=5, max_size=5),
-    ),
-    min_size=1,
-    max_size=4,
-)
 
 
 # Splitting a scale.
