@@ -32,6 +32,7 @@ try:
         CompressedTensorsLinearMethod,
     )
     from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsW8A8Int8
+    from vllm.model_executor.layers.quantization.compressed_tensors.triton_scaled_mm import triton_scaled_mm
     from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
     from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter, PerTensorScaleParameter
 except ModuleNotFoundError as error:
@@ -95,6 +96,37 @@ def onednn_product(
     return out
 
 
+def has_cutlass() -> bool:
+    """Whether this build of vLLM has its CUDA kernels."""
+    return hasattr(torch.ops._C, "cutlass_scaled_mm")
+
+
+def cutlass_product(
+    q_x: torch.Tensor,
+    q_w: torch.Tensor,
+    s_x: torch.Tensor,
+    s_w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """vLLM's CUTLASS kernel: (M, K) int8 times (N, K) int8, K and N multiples of 16 (vLLM gives others to Triton)."""
+    y: torch.Tensor = _custom_ops.cutlass_scaled_mm(q_x, q_w.t(), s_x, s_w, out_dtype, bias)
+    return y
+
+
+def triton_product(
+    q_x: torch.Tensor,
+    q_w: torch.Tensor,
+    s_x: torch.Tensor,
+    s_w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """vLLM's Triton kernel: (M, K) int8 times (N, K) int8."""
+    y: torch.Tensor = triton_scaled_mm(q_x, q_w.t(), s_x, s_w, out_dtype, bias)
+    return y
+
+
 __all__ = [
     "OUTSIDE_THE_CONTRACT",
     "SERVER_MODULE",
@@ -107,11 +139,14 @@ __all__ = [
     "ModelWeightParameter",
     "PerTensorScaleParameter",
     "check_version",
+    "cutlass_product",
     "engine_options",
+    "has_cutlass",
     "has_onednn",
     "onednn_handler",
     "onednn_product",
     "register_quantization_config",
     "register_weight_loader_v2_supported_method",
+    "triton_product",
     "vllm_version",
 ]

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from p2q.errors import KernelError
 from p2q.kernels.base import Kernel, Prepared
+from p2q.kernels.cublaslt import CublasLt
 from p2q.kernels.onednn import OneDNN
-from p2q.kernels.reference import P2Q, CutlassOrder, TritonOrder
+from p2q.kernels.p2q import P2Q
+from p2q.kernels.reference import CutlassOrder, TritonOrder
+from p2q.kernels.vllm_cuda import Cutlass, Triton
 
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (P2Q(), CutlassOrder(), TritonOrder(), OneDNN())}
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel for kernel in (P2Q(), CutlassOrder(), TritonOrder(), OneDNN(), Cutlass(), Triton(), CublasLt())
+}
 DEFAULT_KERNEL = P2Q.name
 
 

@@ -1,8 +1,7 @@
-"""Exact kernels that follow the order of operations of vLLM's two CUDA kernels, and the contract itself.
+"""Exact kernels that follow the order of operations of vLLM's two CUDA kernels.
 
 cutlass-order  bf16(fma(s_x, s_w * float(acc), bias))     csrc/quantization/w8a8/cutlass, ScaledEpilogueBias (vLLM 0.24)
-triton-order   bf16(s_w * (s_x * float(acc))) + bias      compressed_tensors/triton_scaled_mm.py (vLLM 0.24 to 0.32)
-p2q            bf16(s_x * (s_w * float(acc))) + bias      the contract
+triton-order   bf16(s_w * (s_x * float(acc))) + bias      compressed_tensors/triton_scaled_mm.py (vLLM 0.24)
 """
 
 from __future__ import annotations
@@ -53,11 +52,4 @@ class TritonOrder(ReferenceKernel):
     name = "triton-order"
     formula = "s_w * (s_x * acc), rounded; then + bias, rounded"
     order = "token-first"
-    bias_mode = "after-rounding"
-
-
-class P2Q(ReferenceKernel):
-    name = "p2q"
-    formula = "s_x * (s_w * acc), rounded; then + bias, rounded"
-    order = "weight-first"
     bias_mode = "after-rounding"

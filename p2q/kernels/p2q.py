@@ -1,0 +1,42 @@
+"""The default kernel: the contract itself, in Triton on a GPU, in exact float32 blocks on a CPU.
+
+p2q  bf16(s_x * (s_w * float(acc))) + bias
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from p2q import contract
+from p2q.kernels.base import Prepared
+from p2q.kernels.reference import ReferenceKernel
+
+
+class P2Q(ReferenceKernel):
+    name = "p2q"
+    formula = "s_x * (s_w * acc), rounded; then + bias, rounded"
+    order = "weight-first"
+    bias_mode = "after-rounding"
+
+    def obstacle(self, device: torch.device) -> str | None:
+        reason = super().obstacle(device)
+        if reason is None and device.type == "cuda" and importlib.util.find_spec("triton") is None:
+            return "Triton is not installed"
+        return reason
+
+    def apply(
+        self,
+        prepared: Prepared,
+        q_x: torch.Tensor,
+        s_x: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        weight, s_w = prepared.tensors
+        if weight.device.type == "cpu":
+            return super().apply(prepared, q_x, s_x, bias, out_dtype)
+        from p2q.kernels.triton_gemm import int8_gemm
+
+        return contract.add_bias(int8_gemm(q_x, weight, s_x.contiguous(), s_w, out_dtype), bias)
