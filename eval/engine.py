@@ -228,42 +228,93 @@ def _say(stage: str) -> None:
 
 
 def _loaded_layers(model: torch.nn.Module) -> list[Any]:
-    return [module.p2q for module in model.modules() if hasattr(module, "p2q")]
+    found = [module.p2q for module in model.modules() if hasattr(module, "p2q")]
+    return found + [product for module in model.modules() for product in getattr(module, "p2q_experts", [])]
 
 
 def _watch(model: torch.nn.Module, kernels: list[str]) -> dict[str, dict[str, LayerAgreement]]:
     """Compare, from now on, every p2q layer's output with what other kernels make of the same input."""
+    agreement: dict[str, dict[str, LayerAgreement]] = {name: {} for name in kernels}
+    for loaded in _loaded_layers(model):
+        for records in agreement.values():
+            records.update({shard: LayerAgreement() for shard, _ in loaded.shards})
+    for module in model.modules():
+        if hasattr(module, "p2q"):
+            _watch_linear(module, agreement)
+        elif hasattr(module, "p2q_experts"):
+            _watch_experts(module, agreement)
+    return agreement
+
+
+def _watch_linear(module: Any, agreement: dict[str, dict[str, LayerAgreement]]) -> None:
     from p2q.kernels import get_kernel
     from p2q.ops import int8_linear
 
-    agreement: dict[str, dict[str, LayerAgreement]] = {name: {} for name in kernels}
+    loaded = module.p2q
+    weight, scale = module.weight.data, module.weight_scale.data.reshape(-1)
+    prepared = {name: get_kernel(name).prepare(weight, scale, module.p2q_dtype) for name in agreement}
 
-    def watch(module: Any) -> None:
-        loaded = module.p2q
-        for name in kernels:
-            agreement[name].update({shard: LayerAgreement() for shard, _ in loaded.shards})
-        weight, scale = module.weight.data, module.weight_scale.data.reshape(-1)
-        prepared = {name: get_kernel(name).prepare(weight, scale, module.p2q_dtype) for name in kernels}
+    def hook(_module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        got = output[0] if isinstance(output, tuple) else output
+        bias = getattr(module, "bias", None) if not getattr(module, "skip_bias_add", False) else None
+        for name, records in agreement.items():
+            other = int8_linear(
+                inputs[0], prepared[name], bias, name, contract_bias=loaded.proved, input_scale=loaded.input_scale
+            )
+            _record(records, loaded.shards, got, other)
 
-        def hook(_module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            got = output[0] if isinstance(output, tuple) else output
-            bias = getattr(module, "bias", None) if not getattr(module, "skip_bias_add", False) else None
-            for name in kernels:
-                other = int8_linear(inputs[0], prepared[name], bias, name, contract_bias=loaded.proved)
-                start = 0
-                for shard, width in loaded.shards:
-                    part = slice(start, start + width)
-                    record = agreement[name][shard]
-                    record.outputs += got[..., part].numel()
-                    record.differing += _count_different(got[..., part], other[..., part])
-                    start += width
+    module.register_forward_hook(hook)
 
-        module.register_forward_hook(hook)
 
-    for module in model.modules():
-        if hasattr(module, "p2q"):
-            watch(module)
-    return agreement
+def _watch_experts(module: Any, agreement: dict[str, dict[str, LayerAgreement]]) -> None:
+    """vLLM calls the method and not the module. Both products are compared on the inputs that the served one gets."""
+    from p2q import contract
+    from p2q.kernels import get_kernel
+    from p2q.ops import gated
+
+    method = module.quant_method
+    served = method.apply
+    weights = [(module.w13_weight, module.w13_weight_scale), (module.w2_weight, module.w2_weight_scale)]
+    prepared = {
+        name: [
+            get_kernel(name).prepare_grouped(weight.data, scale.data[..., 0].contiguous(), module.p2q_dtype)
+            for weight, scale in weights
+        ]
+        for name in agreement
+    }
+
+    def apply(*, layer: Any, x: torch.Tensor, topk_ids: torch.Tensor, **others: Any) -> torch.Tensor:
+        group = topk_ids.reshape(-1).to(torch.int64)
+        rows = x.repeat_interleave(topk_ids.shape[1], dim=0)
+        for i, loaded in enumerate(module.p2q_experts):
+            q_x, s_x = contract.quantize_per_token(rows)
+
+            operands = (q_x, s_x, group, loaded.experts, module.p2q_dtype)
+            rows = get_kernel(loaded.kernel).apply_grouped(loaded.prepared, *operands)
+            for name, records in agreement.items():
+                other = get_kernel(name).apply_grouped(prepared[name][i], *operands)
+                each = len(loaded.shards) // loaded.experts
+                for expert in range(loaded.experts):
+                    chosen = group == expert
+                    shards = loaded.shards[expert * each : (expert + 1) * each]
+                    _record(records, shards, rows[chosen], other[chosen])
+            rows = gated(rows) if i == 0 else rows
+        result: torch.Tensor = served(layer=layer, x=x, topk_ids=topk_ids, **others)
+        return result
+
+    method.apply = apply
+
+
+def _record(
+    records: dict[str, LayerAgreement], shards: list[tuple[str, int]], got: torch.Tensor, other: torch.Tensor
+) -> None:
+    """Count the outputs of each shard, side by side in the last dimension, that differ."""
+    start = 0
+    for shard, width in shards:
+        part = slice(start, start + width)
+        records[shard].outputs += got[..., part].numel()
+        records[shard].differing += _count_different(got[..., part], other[..., part])
+        start += width
 
 
 def _count_different(a: torch.Tensor, b: torch.Tensor) -> int:

@@ -1,6 +1,6 @@
 """The arithmetic contract: exact reference arithmetic in torch, on any device.
 
-    s_x = clamp(absmax(x) / 127, 2^-64, 2^64)          per token, float32
+    s_x = clamp(absmax(x) / 127, 2^-64, 2^64)          per token, float32; or one fixed scale for all
     q_x = clamp(rne(x / s_x), -127, 127)               int8
     acc = sum_k q_x * q_w                              int32, exact
     y   = round_to_out_dtype(s_x * (2^k * float32(acc)))
@@ -59,8 +59,27 @@ def quantize_per_token(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # True divisions: x * (1 / s) and x / s differ in the last bit, and engines disagree about which to use. Even torch
     # multiplies by the reciprocal where a divisor is a Python number and the device a GPU, hence the tensor of 127s.
     scale = (absmax / torch.full_like(absmax, Q_MAX)).clamp(TOKEN_SCALE_MIN, TOKEN_SCALE_MAX)
-    finite = torch.isfinite(absmax)
     scale = torch.where(absmax == 0, torch.ones_like(scale), scale)
+    return _to_levels(values, scale, torch.isfinite(absmax))
+
+
+def quantize_per_tensor(x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize activations symmetrically by a fixed scale, as `quantize_per_token` does by one of the row's own.
+
+    Args:
+        x: (M, K) bfloat16, float16 or float32.
+        scale: one float32 value in [2^-64, 2^64].
+
+    Returns:
+        q_x (M, K) int8 in [-127, 127], contiguous, and s_x (M, 1) float32, the scale for every row. A row with a NaN or
+        an infinity gets q_x = 0 and s_x = NaN.
+    """
+    values = x.to(torch.float32)
+    finite = torch.isfinite(values).all(dim=-1, keepdim=True)
+    return _to_levels(values, scale.reshape(1, 1).expand(finite.shape).contiguous(), finite)
+
+
+def _to_levels(values: torch.Tensor, scale: torch.Tensor, finite: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # torch.round rounds halves to even. A NaN has no int8 value, so non-finite rows are zeroed before the cast.
     levels = torch.where(finite, values / scale, torch.zeros_like(values)).round().clamp(-Q_MAX, Q_MAX)
     # Rows in order whatever the strides of x: kernels read q_x as contiguous.

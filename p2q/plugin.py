@@ -6,24 +6,20 @@ A compressed-tensors checkpoint is served by p2q when it has a p2q manifest or w
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from p2q import vllm_api
-from p2q.contract import CONTRACT_VERSION, check_k
-from p2q.errors import ContractError, ScaleError, SchemeError
-from p2q.kernels import Prepared, get_kernel
-from p2q.kernels.probe import require_exact
+from p2q.errors import ContractError, SchemeError
+from p2q.experts import P2QExpertsMethod
+from p2q.loading import LoadedLayer, Loading, noting, one_input_scale, prove, require
 from p2q.manifest import check_contract, read_manifest
 from p2q.ops import int8_linear
-from p2q.scales import check_exponents, exponent_of, is_power_of_two
 from p2q.scheme import SUPPORTED
-from p2q.settings import Settings, read_settings
+from p2q.settings import read_settings
 
 NAME = "p2q"
 _SHARD_IDS = ("q", "k", "v")  # vLLM names the parts of a fused qkv so, and numbers those of other fused layers
@@ -35,21 +31,6 @@ def register() -> None:
     vllm_api.register_quantization_config(NAME)(P2QConfig)
 
 
-@dataclass
-class LoadedLayer:
-    """A p2q linear layer after loading.
-
-    `shards`: the checkpoint's names of the parts of a fused layer with their output features. `proved`: the scales are
-    powers of two in the proved range, so that the contract holds.
-    """
-
-    name: str
-    kernel: str
-    prepared: Prepared
-    shards: list[tuple[str, int]]
-    proved: bool
-
-
 class P2QConfig(vllm_api.CompressedTensorsConfig):
     """vLLM's compressed-tensors configuration, with p2q's linear method for the W8A8 int8 layers."""
 
@@ -57,6 +38,7 @@ class P2QConfig(vllm_api.CompressedTensorsConfig):
         if not arguments and not options:  # how vLLM makes a configuration of a checkpoint that has none
             raise SchemeError("the checkpoint is not quantized", expected=SUPPORTED, hint="`p2q quantize` makes it so")
         super().__init__(*arguments, **options)
+        self.loading: Loading | None = None
 
     def get_name(self) -> str:
         return NAME
@@ -76,10 +58,14 @@ class P2QConfig(vllm_api.CompressedTensorsConfig):
         return NAME if user_quant == NAME or manifest is not None else None
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        if isinstance(layer, vllm_api.RoutedExperts):
+            scheme = vllm_api.scheme_of_experts(self, layer, prefix)
+            if scheme is not None:
+                return P2QExpertsMethod(prefix, layer.moe_config, scheme, self._loading())
         method = super().get_quant_method(layer, prefix)
-        scheme = getattr(layer, "scheme", None)
         if method is None or isinstance(method, vllm_api.OUTSIDE_THE_CONTRACT):
             return method
+        scheme = getattr(layer, "scheme", None)
         if not isinstance(method, vllm_api.CompressedTensorsLinearMethod):
             raise ContractError(
                 "not a layer that the contract covers", tensor=prefix, expected=SUPPORTED, got=type(method).__name__
@@ -88,18 +74,25 @@ class P2QConfig(vllm_api.CompressedTensorsConfig):
             raise ContractError(
                 "not a layer that the contract covers", tensor=prefix, expected=SUPPORTED, got=type(scheme).__name__
             )
-        if scheme.is_static_input_scheme or not scheme.input_symmetric:
-            timing = "static" if scheme.is_static_input_scheme else "dynamic"
-            kind = f"{timing} {'symmetric' if scheme.input_symmetric else 'asymmetric'} activations"
-            raise ContractError("not a layer that the contract covers", tensor=prefix, expected=SUPPORTED, got=kind)
+        if not scheme.input_symmetric:
+            raise ContractError(
+                "not a layer that the contract covers", tensor=prefix, expected=SUPPORTED, got="asymmetric activations"
+            )
         del layer.scheme
-        shard_names = self.packed_modules_mapping.get(prefix.rpartition(".")[2], [])
+        parts = self.packed_modules_mapping.get(prefix.rpartition(".")[2], [])
         return P2QLinearMethod(
             prefix,
-            str(scheme.strategy.value if hasattr(scheme.strategy, "value") else scheme.strategy),
-            shard_names,
-            read_settings(vllm_api.engine_options()),
+            str(getattr(scheme.strategy, "value", scheme.strategy)),
+            parts,
+            static=scheme.is_static_input_scheme,
+            loading=self._loading(),
         )
+
+    def _loading(self) -> Loading:
+        # The configuration is made before the engine's options are known; the first layer that asks finds them.
+        if self.loading is None:
+            self.loading = Loading(read_settings(vllm_api.engine_options()))
+        return self.loading
 
 
 @vllm_api.register_weight_loader_v2_supported_method
@@ -109,11 +102,12 @@ class P2QLinearMethod(vllm_api.LinearMethodBase):
     `layer` is the module of vLLM whose parameters these are.
     """
 
-    def __init__(self, name: str, strategy: str, shard_names: list[str], settings: Settings) -> None:
+    def __init__(self, name: str, strategy: str, parts: list[str], *, static: bool, loading: Loading) -> None:
         self.name = name
         self.strategy = strategy
-        self.shard_names = shard_names
-        self.settings = settings
+        self.parts = parts
+        self.static = static
+        self.loading = loading
 
     def create_weights(
         self,
@@ -126,25 +120,26 @@ class P2QLinearMethod(vllm_api.LinearMethodBase):
         **extra_weight_attrs: Any,
     ) -> None:
         loader: Callable[..., None] = extra_weight_attrs["weight_loader"]
-        rows = sum(output_partition_sizes)
-        layer.logical_widths = output_partition_sizes
+        rows, widths = sum(output_partition_sizes), output_partition_sizes
+        layer.logical_widths = widths
         layer.p2q_dtype = params_dtype
-        layer.p2q_arrived = {"weight": set(), "weight_scale": set()}
+        layer.p2q_arrived = {}
+
+        def register(tensor: str, parameter: type, data: torch.Tensor, **dims: int) -> None:
+            arrived: set[Any] = set()
+            layer.p2q_arrived[tensor] = arrived
+            layer.register_parameter(tensor, parameter(data=data, weight_loader=noting(loader, arrived), **dims))
+
         weight = torch.empty((rows, input_size_per_partition), dtype=torch.int8)
-        weight_loader = _noting(loader, layer.p2q_arrived["weight"])
-        layer.register_parameter(
-            "weight", vllm_api.ModelWeightParameter(data=weight, input_dim=1, output_dim=0, weight_loader=weight_loader)
-        )
-        loader = _noting(loader, layer.p2q_arrived["weight_scale"])
+        register("weight", vllm_api.ModelWeightParameter, weight, input_dim=1, output_dim=0)
         if self.strategy == "channel":
-            scale = vllm_api.ChannelQuantScaleParameter(
-                data=torch.empty((rows, 1), dtype=torch.float32), output_dim=0, weight_loader=loader
-            )
+            scale = torch.empty((rows, 1), dtype=torch.float32)
+            register("weight_scale", vllm_api.ChannelQuantScaleParameter, scale, output_dim=0)
         else:
-            scale = vllm_api.PerTensorScaleParameter(
-                data=torch.empty(len(output_partition_sizes), dtype=torch.float32), weight_loader=loader
-            )
-        layer.register_parameter("weight_scale", scale)
+            register("weight_scale", vllm_api.PerTensorScaleParameter, torch.empty(len(widths), dtype=torch.float32))
+        if self.static:
+            register("input_scale", vllm_api.PerTensorScaleParameter, torch.empty(len(widths), dtype=torch.float32))
+        self.loading.awaited.add(self.name)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         weight, scale = layer.weight.data, layer.weight_scale.data.reshape(-1)
@@ -152,84 +147,34 @@ class P2QLinearMethod(vllm_api.LinearMethodBase):
         if scale.numel() != weight.shape[0]:  # one scale a shard: each keeps its own
             scale = scale.repeat_interleave(torch.tensor(widths, device=scale.device))
         shards = self._shards(widths)
+        names = [name for name, _ in shards]
         for tensor, arrived in layer.p2q_arrived.items():
-            _require_all(arrived, shards, tensor, len(widths))
-        proved = self._prove(weight, scale, shards)
-        kernel = get_kernel(self.settings.kernel)
-        if not self.settings.evaluate:
-            require_exact(kernel.name, weight.device.type)
+            _require_all(arrived, names, tensor, len(widths))
+        proved = prove(shards, weight, scale, evaluate=self.loading.settings.evaluate)
+        kernel, why = self.loading.choose(self.name, names, weight.device)
         prepared = kernel.prepare(weight, scale.contiguous(), layer.p2q_dtype)
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
         layer.weight_scale = torch.nn.Parameter(scale.reshape(-1, 1), requires_grad=False)
-        layer.p2q = LoadedLayer(self.name, kernel.name, prepared, shards, proved)
+        layer.p2q = LoadedLayer(self.name, kernel.name, why, prepared, tuple(weight.shape), shards, proved)
+        if self.static:
+            layer.p2q.input_scale = one_input_scale(self.name, layer.input_scale.data)
+        self.loading.done(self.name, [layer.p2q])
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         loaded: LoadedLayer = layer.p2q
-        return int8_linear(x, loaded.prepared, bias, loaded.kernel, contract_bias=loaded.proved)
+        return int8_linear(
+            x, loaded.prepared, bias, loaded.kernel, contract_bias=loaded.proved, input_scale=loaded.input_scale
+        )
 
     def _shards(self, widths: list[int]) -> list[tuple[str, int]]:
-        if len(widths) == 1 or len(self.shard_names) != len(widths):
+        if len(widths) == 1 or len(self.parts) != len(widths):
             return [(self.name, sum(widths))]
         parent = self.name.rpartition(".")[0]
-        return [
-            (f"{parent}.{name}".removeprefix("."), width) for name, width in zip(self.shard_names, widths, strict=True)
-        ]
-
-    def _prove(self, weight: torch.Tensor, scale: torch.Tensor, shards: list[tuple[str, int]]) -> bool:
-        """Whether the contract holds for this layer. Raises ContractError where it must and does not."""
-        starts = itertools.accumulate([width for _, width in shards], initial=0)
-        proved = True
-        for (name, width), start in zip(shards, starts, strict=False):
-            rows, scales = weight[start : start + width], scale[start : start + width]
-            bad = ~torch.isfinite(scales) | (scales <= 0)
-            if bad.any():
-                row = int(bad.nonzero()[0])
-                raise ContractError(
-                    "bad scale",
-                    tensor=name,
-                    expected="a finite positive scale",
-                    got=f"{scales[row].item()} at row {row}",
-                )
-            try:
-                check_k(rows.shape[1])
-                self._check_power_of_two(name, scales, rows.shape[1])
-            except (ScaleError, ValueError) as error:
-                if not self.settings.evaluate:
-                    raise ContractError(f"the contract (version {CONTRACT_VERSION}) does not hold: {error}") from error
-                proved = False
-        return proved
-
-    @staticmethod
-    def _check_power_of_two(name: str, scales: torch.Tensor, k: int) -> None:
-        odd = ~is_power_of_two(scales)
-        if odd.any():
-            row = int(odd.nonzero()[0])
-            raise ScaleError(
-                "a scale is not a power of two",
-                tensor=name,
-                expected="2^k",
-                got=f"{scales[row].item()} at row {row}",
-                hint="`p2q convert` makes it one",
-            )
-        check_exponents(exponent_of(scales), k, scales.dtype, file=name, tensor="weight_scale")
+        return [(f"{parent}.{name}".removeprefix("."), width) for name, width in zip(self.parts, widths, strict=True)]
 
 
-def _noting(loader: Callable[..., None], arrived: set[Any]) -> Callable[..., None]:
-    """A weight loader that notes which shards of a fused layer it was given; None stands for all of them."""
-
-    def load(parameter: Any, tensor: torch.Tensor, *shard: Any, **named: Any) -> None:
-        loader(parameter, tensor, *shard, **named)
-        for part in (*shard, *named.values()) or (None,):
-            arrived.update(part if isinstance(part, tuple) else (part,))
-
-    return load
-
-
-def _require_all(arrived: set[Any], shards: list[tuple[str, int]], tensor: str, parts: int) -> None:
-    """Refuse a layer of which a tensor, or a shard of it, never came: vLLM would serve what the memory held."""
-    missing = [i for i in range(parts) if not {None, i, *_SHARD_IDS[i : i + 1]} & arrived]
-    if missing:
-        name = shards[missing[0]][0] if len(shards) == parts else shards[0][0]
-        raise ContractError(
-            "missing from the checkpoint", tensor=f"{name}.{tensor}", expected="it in a shard", got="none"
-        )
+def _require_all(arrived: set[Any], names: list[str], tensor: str, parts: int) -> None:
+    """Refuse a layer of which a tensor, or a shard of it, never came."""
+    for i in range(parts):
+        name = names[i] if len(names) == parts else names[0]
+        require(bool({None, i, *_SHARD_IDS[i : i + 1]} & arrived), f"{name}.{tensor}")

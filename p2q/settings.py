@@ -9,11 +9,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from p2q.errors import P2QError
-from p2q.kernels import DEFAULT_KERNEL, get_kernel
+from p2q.kernels import DEFAULT_KERNEL
+from p2q.kernels.choice import KernelChoice
 
 
 class Settings(BaseModel):
-    """`kernel`: the registry's name. `evaluate`: load what is not proved (scales, kernels) as the thing under test."""
+    """`kernel`: one kernel, or a mix that `KernelChoice` reads.
+
+    `evaluate`: load what is not proved (scales, kernels) as the thing under test.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -41,5 +45,5 @@ def read_settings(options: Mapping[str, Any], environment: Mapping[str, str] = o
             f"bad p2q option {'.'.join(map(str, problem['loc']))}: {problem['msg']}",
             expected=f"options {', '.join(Settings.model_fields)}",
         ) from error
-    get_kernel(settings.kernel)
+    KernelChoice.parse(settings.kernel)
     return settings

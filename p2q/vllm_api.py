@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from p2q.errors import EngineError, P2QError
+from p2q.errors import ContractError, EngineError, P2QError
 
 SUPPORTED = "vLLM 0.24 to 0.33"
 
@@ -21,6 +21,7 @@ try:
     import vllm
     from vllm import _custom_ops
     from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts, UnquantizedFusedMoEMethod
     from vllm.model_executor.layers.linear import (
         LinearMethodBase,
         UnquantizedLinearMethod,
@@ -42,7 +43,7 @@ except ModuleNotFoundError as error:
 except ImportError as error:
     raise EngineError(f"this vLLM does not have what p2q needs ({error})", expected=SUPPORTED) from error
 
-OUTSIDE_THE_CONTRACT = (UnquantizedLinearMethod, BaseKVCacheMethod)
+OUTSIDE_THE_CONTRACT = (UnquantizedLinearMethod, UnquantizedFusedMoEMethod, BaseKVCacheMethod)
 """Methods of layers that are not int8: the contract says nothing of them, and vLLM serves them as it does."""
 
 
@@ -69,6 +70,33 @@ def engine_options() -> dict[str, Any]:
     if not isinstance(options, dict):
         raise P2QError("bad additional_config", tensor="p2q", expected="a mapping of options", got=repr(options))
     return dict(options)
+
+
+def names_of_experts(layer: Any) -> tuple[str, str, str]:
+    """The checkpoint's names of an expert's gate, up and down projections. vLLM 0.24 knows one set of names."""
+    names = ("ckpt_gate_proj_name", "ckpt_up_proj_name", "ckpt_down_proj_name")
+    gate, up, down = (
+        getattr(layer, name, default)
+        for name, default in zip(names, ("gate_proj", "up_proj", "down_proj"), strict=True)
+    )
+    return gate, up, down
+
+
+def scheme_of_experts(config: Any, layer: Any, prefix: str) -> dict[str, Any] | None:
+    """How the configuration quantizes the experts of a layer, None where it leaves them alone.
+
+    Returns:
+        `weights` and `input_activations` (None where they are not quantized), as compressed-tensors describes them.
+
+    Raises:
+        ContractError: projections of the layer that are quantized in different ways.
+    """
+    config._add_fused_moe_to_target_scheme_map()
+    schemes = [config.get_scheme_dict(layer, f"{prefix}.0.{name}") for name in names_of_experts(layer)]
+    if any(scheme != schemes[0] for scheme in schemes):
+        raise ContractError("experts quantized in several ways", tensor=prefix, expected="one way for all projections")
+    scheme: dict[str, Any] | None = schemes[0]
+    return scheme
 
 
 def has_onednn() -> bool:
@@ -135,18 +163,22 @@ __all__ = [
     "CompressedTensorsConfig",
     "CompressedTensorsLinearMethod",
     "CompressedTensorsW8A8Int8",
+    "FusedMoEMethodBase",
     "LinearMethodBase",
     "ModelWeightParameter",
     "PerTensorScaleParameter",
+    "RoutedExperts",
     "check_version",
     "cutlass_product",
     "engine_options",
     "has_cutlass",
     "has_onednn",
+    "names_of_experts",
     "onednn_handler",
     "onednn_product",
     "register_quantization_config",
     "register_weight_loader_v2_supported_method",
+    "scheme_of_experts",
     "triton_product",
     "vllm_version",
 ]

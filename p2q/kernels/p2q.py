@@ -40,3 +40,25 @@ class P2Q(ReferenceKernel):
         from p2q.kernels.triton_gemm import int8_gemm
 
         return contract.add_bias(int8_gemm(q_x, weight, s_x.contiguous(), s_w, out_dtype), bias)
+
+    def prepare_grouped(self, q_w: torch.Tensor, s_w: torch.Tensor, out_dtype: torch.dtype) -> Prepared:
+        if q_w.device.type == "cpu":
+            return super().prepare_grouped(q_w, s_w, out_dtype)
+        contract.check_k(q_w.shape[2])
+        return Prepared([q_w.contiguous(), s_w.to(torch.float32).contiguous()], q_w.shape[1])
+
+    def apply_grouped(
+        self,
+        prepared: Prepared,
+        q_x: torch.Tensor,
+        s_x: torch.Tensor,
+        group: torch.Tensor,
+        groups: int,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        if q_x.device.type == "cpu":
+            return super().apply_grouped(prepared, q_x, s_x, group, groups, out_dtype)
+        from p2q.kernels.triton_gemm import int8_grouped_gemm
+
+        weight, s_w = prepared.tensors
+        return int8_grouped_gemm(q_x, weight, s_x.contiguous(), s_w, group, out_dtype)
