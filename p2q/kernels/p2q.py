@@ -1,4 +1,4 @@
-"""The default kernel: the contract itself, in Triton on a GPU, in exact float32 blocks on a CPU.
+"""The default kernel: the contract itself, in Triton on a GPU, in exact integers on a CPU.
 
 p2q  bf16(s_x * (s_w * float(acc))) + bias
 """
@@ -10,6 +10,7 @@ import importlib.util
 import torch
 
 from p2q import contract
+from p2q.kernels import int8_cpu
 from p2q.kernels.base import Prepared
 from p2q.kernels.reference import ReferenceKernel
 
@@ -36,7 +37,8 @@ class P2Q(ReferenceKernel):
     ) -> torch.Tensor:
         weight, s_w = prepared.tensors
         if weight.device.type == "cpu":
-            return super().apply(prepared, q_x, s_x, bias, out_dtype)
+            y = int8_cpu.scaled(q_x, weight, s_x, s_w, prepared.n)
+            return contract.add_bias(y.to(out_dtype), bias)
         from p2q.kernels.triton_gemm import int8_gemm
 
         return contract.add_bias(int8_gemm(q_x, weight, s_x.contiguous(), s_w, out_dtype), bias)

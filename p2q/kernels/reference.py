@@ -12,11 +12,12 @@ import torch
 
 from p2q import contract
 from p2q.contract import BiasMode, Order
+from p2q.kernels import int8_cpu
 from p2q.kernels.base import Kernel, Prepared
 
 
 class ReferenceKernel(Kernel):
-    """Exact accumulation by `contract.accumulate`, then an epilogue in the order of the subclass."""
+    """Exact accumulation, then an epilogue in the order of the subclass."""
 
     devices = frozenset({"cpu", "cuda"})
     order: ClassVar[Order]
@@ -24,9 +25,8 @@ class ReferenceKernel(Kernel):
 
     def prepare(self, q_w: torch.Tensor, s_w: torch.Tensor, out_dtype: torch.dtype) -> Prepared:
         contract.check_k(q_w.shape[1])
-        # On a CPU the exact product runs in float32: converting the weight once saves it at every step.
-        weight = q_w.to(torch.float32) if q_w.device.type == "cpu" else q_w
-        return Prepared([weight.contiguous(), s_w.to(torch.float32).contiguous()], q_w.shape[0])
+        weight = int8_cpu.pack(q_w) if q_w.device.type == "cpu" else q_w.contiguous()
+        return Prepared([weight, s_w.to(torch.float32).contiguous()], q_w.shape[0])
 
     def apply(
         self,
@@ -37,7 +37,8 @@ class ReferenceKernel(Kernel):
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
         weight, s_w = prepared.tensors
-        acc = contract.accumulate(q_x, weight)
+        on_cpu = weight.device.type == "cpu"
+        acc = int8_cpu.accumulate(q_x, weight, prepared.n) if on_cpu else contract.accumulate(q_x, weight)
         return contract.epilogue(acc, s_x, s_w, out_dtype, order=self.order, bias=bias, bias_mode=self.bias_mode)
 
 
